@@ -121,8 +121,6 @@ def explain(
 
 def measured_ranking(spec: LayerSpec, device: DeviceInfo) -> tuning.Ranking | None:
     """The measured order of backends: from the user's tuning table, else the shipped one."""
-    if not isinstance(spec, AttentionSpec):
-        return None  # the tables hold measurements of attention layers
     table = tuning.tuning_for(device)
     own = table.ranking(spec) if table else None
     return own or tuning.shipped_ranking(spec, device)

@@ -18,15 +18,15 @@ def rank_rows(rows: Iterable[Row], provenance: str) -> list[dict[str, Any]]:
     """Rankings for a table from rows of `attnlib bench`, one for each class of layers with at least
     one time.
 
-    State layers and cases that permit float8 queries are left out: they are not a class of layers
-    of a table. A backend is ranked if it passed the correctness check and was timed on every
+    Cases that permit float8 queries are left out: they are not a class of layers of a table. A
+    backend is ranked if it passed the correctness check and was timed on every
     measured case of the class. Others are left out with the reason and keep the position that their
     priority gives them.
     """
     classes: dict[str, list[Row]] = {}
     for row in rows:
         case = case_of_row(row) if row.status not in ("not run", "unavailable") else None
-        if isinstance(case, BenchCase) and not case.fp8_queries:
+        if case is not None and not (isinstance(case, BenchCase) and case.fp8_queries):
             classes.setdefault(json.dumps(layer_class(case.spec)), []).append(row)
     lines = [_rank(json.loads(key), members, provenance) for key, members in classes.items()]
     return [line for line in lines if line["ranking"]]

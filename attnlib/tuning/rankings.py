@@ -30,7 +30,7 @@ from typing import Any
 
 from attnlib import env
 from attnlib.device import DeviceInfo
-from attnlib.spec import AttentionSpec
+from attnlib.spec import LayerSpec
 from attnlib.tuning.layers import layer_class
 from attnlib.tuning.store import chip_name
 from attnlib.tuning.table import Ranking, Tuning, parse_tuning
@@ -161,7 +161,7 @@ _RULES: tuple[Callable[[str, Mapping[str, Any]], Ranking | None], ...] = (
 )
 
 
-def shipped_ranking(spec: AttentionSpec, device: DeviceInfo) -> Ranking | None:
+def shipped_ranking(spec: LayerSpec, device: DeviceInfo) -> Ranking | None:
     """The shipped ranking for layers like `spec`: of this chip, else of the nearest measured chip
     of the same compute capability, with the other chip's name in `Ranking.chip`. On each chip the
     exact block size precedes the nearest one, which is then named in `Ranking.block_size`. Layers

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlib.errors import ContractError
-from attnlib.spec import AttentionSpec
+from attnlib.spec import LayerSpec
 from attnlib.tuning.layers import layer_class
 
 __all__ = ["SCHEMA", "Ranking", "Tuning", "parse_ranking", "parse_tuning"]
@@ -103,7 +103,7 @@ class Tuning:
     parameters: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     rankings: tuple[Ranking, ...] = ()
 
-    def ranking(self, spec: AttentionSpec) -> Ranking | None:
+    def ranking(self, spec: LayerSpec) -> Ranking | None:
         """The ranking for layers like `spec`; None if the table has none."""
         layer = layer_class(spec)
         return next((ranking for ranking in self.rankings if ranking.layer == layer), None)

@@ -292,3 +292,18 @@ def test_every_line_has_its_provenance() -> None:
                 assert word in text
         assert all(line["provenance"] in data["provenance"] for line in data["backends"])
         assert all(line["microseconds"] for line in data["backends"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"conv_channels": 4096, "conv_width": 4}])
+def test_state_layers_are_ranked(changes: dict[str, Any]) -> None:
+    """Those that were measured, with any convolution and on any number of ranks; not others."""
+    spec = attnlib.StateSpec(
+        num_heads=16, num_key_heads=8, key_size=128, value_size=128, dtype=torch.bfloat16
+    ).replace(**changes)
+    ranking = measured_ranking(spec, H200)
+    assert ranking is not None and ranking.order == ("triton", "fla")
+    assert "measured at 15.86 x the time of triton" in str(ranking.message("fla"))
+    for other in ({"max_rollback": 3}, {"decay": "channel"}, {"batch_invariant": True}):
+        assert measured_ranking(spec.replace(**other), H200) is None
+    window = attnlib.StateSpec(conv_channels=64, conv_width=3, dtype=torch.bfloat16)
+    assert measured_ranking(window, H200) is None
