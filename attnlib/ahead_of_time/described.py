@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,11 +42,14 @@ class DescribedServer:
         device: its GPU.
         limits: its largest batch.
         num_sms: multiprocessors of the GPU; None for those of its model.
+        engine: what owns the caches, on which kernels depend: "attnlib", or "vllm", whose blocks
+            have keys and values of a token in one row, and scales in tensors.
     """
 
     device: DeviceInfo
     limits: BatchLimits
     num_sms: int | None = None
+    engine: Literal["attnlib", "vllm"] = "attnlib"
 
     def chip(self) -> Any:
         """`DeviceLimits` of the GPU, with the tiles that were tuned for a chip of its name.
@@ -115,11 +118,22 @@ def run_described(
     with described_gpu(server.chip(), take):
         for layer in layers:
             spec = layer.spec
-            cache = PagedKVCache.allocate(spec, _BLOCKS, "cpu") if spec.is_paged else None
+            cache = _new_cache(spec, server.engine) if spec.is_paged else None
             attention = _new_layer(spec, DescribedTritonBackend)
             warmup(attention, cache, server.limits, device="cpu")
             if layer.expanded is not None and cache is not None:
                 _run_expanded(layer, cache, server.limits, DescribedTritonBackend)
+
+
+def _new_cache(spec: AttentionSpec, engine: str) -> PagedKVCache:
+    if engine != "vllm" or spec.scales_in_page:
+        return PagedKVCache.allocate(spec, _BLOCKS, "cpu")
+    if spec.kv_cache_layout is None and not spec.use_mla:
+        spec = spec.replace(kv_cache_layout="NHD_PACKED")
+    cache = PagedKVCache.allocate(spec, _BLOCKS, "cpu")
+    if spec.is_kv_quantized:
+        cache.k_scale = cache.v_scale = torch.ones((), dtype=torch.float32)
+    return cache
 
 
 def check_described(server: DescribedServer, layers: Iterable[DescribedLayer]) -> None:

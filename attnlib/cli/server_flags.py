@@ -24,12 +24,18 @@ _ABOUT = {
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the limits of batches, the multiprocessors of the GPU, and the ranks of a model."""
+    """Add the limits of batches, the multiprocessors of the GPU, the engine, and its ranks."""
     group = parser.add_argument_group("the server, whose limits decide which kernels it needs")
     for name, about in _ABOUT.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N", help=about)
     group.add_argument(
         "--num-sms", type=count, metavar="N", help="multiprocessors of the GPU (default: by model)"
+    )
+    group.add_argument(
+        "--engine",
+        choices=("attnlib", "vllm"),
+        default="attnlib",
+        help="whose caches the kernels read: their strides and scales differ (default: attnlib)",
     )
     group.add_argument(
         "--tensor-parallel",
@@ -46,7 +52,8 @@ def server_of(options: argparse.Namespace) -> DescribedServer:
     if "max_seq_len" not in given and options.config:
         given["max_seq_len"] = _position_count(options.config)
     limits = BatchLimits(**{**_DEFAULTS, **{name: n for name, n in given.items() if n}})
-    return DescribedServer(resolve_device(options.device), limits, options.num_sms)
+    device = resolve_device(options.device)
+    return DescribedServer(device, limits, options.num_sms, options.engine)
 
 
 def rank_specs(specs: Mapping[str, AttentionSpec], ranks: int) -> dict[str, AttentionSpec]:

@@ -66,7 +66,7 @@ class Engine:
     ships_kernels: bool = True
 
 
-_PLAIN = "--workloads one short serve"
+_PLAIN = "--workloads short one serve"
 _DEEP = "--workloads deep --memory 0.8 --repetitions 3"
 ENGINES: dict[str, Engine] = {
     **{

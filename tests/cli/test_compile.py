@@ -68,7 +68,9 @@ def test_compile_for_a_model(
     (tmp_path / "other" / "file").touch()
     assert main(["compile", *arguments, "--out", str(tmp_path / "other")]) == 2
     assert "is not a folder of kernels" in capsys.readouterr().err
-    assert main(["compile", *arguments, "--json"]) == 0
+    assert server.engine == "attnlib"
+    assert main(["compile", *arguments, "--engine", "vllm", "--json"]) == 0
+    assert shares[-1][0].engine == "vllm"
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["kernels"]] == [
         "a_kernel", "b_kernel",
     ]  # fmt: skip
