@@ -137,6 +137,10 @@ def test_ci_runs_the_readmes_test_command() -> None:
     readme = (ROOT / "README.md").read_text()
     assert lines[-1] == 'pip install -e ".[test]" && pytest' and lines[-1] in readme
     assert "set -euo pipefail" in lines
+    beside = re.findall(r"^(\w+)=\$!", "\n".join(lines), re.M)
+    assert set(beside) >= {"docs", "downloads"}, "these run beside others"
+    for name in set(beside) & {"docs", "downloads"}:  # versions.py waits for its own
+        assert f'finish "${name}" .ci-{name}.log' in lines, f"nothing waits for {name}"
     assert set(lines[:-1]) >= {
         "ruff check .",
         "ruff format --check .",
