@@ -7,9 +7,13 @@ from typing import Any
 import torch
 
 from attnlib.capabilities import Capabilities, Sizes
+from attnlib.errors import ContractError
+from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.paged import paged_fields
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
-__all__ = ["latent_capabilities", "other_layer_reasons"]
+__all__ = ["latent_batch", "latent_capabilities", "other_layer_reasons"]
 
 _HEAD_SIZE, _HEAD_SIZE_V = 576, 512
 
@@ -74,3 +78,27 @@ def other_layer_reasons(spec: AttentionSpec, without_latents: str) -> list[str]:
             f"head_size_v={spec.head_size_v} is not supported (supported: {_HEAD_SIZE_V})"
         )
     return reasons
+
+
+def latent_batch(
+    builder: AttentionMetadataBuilder[Any], common: CommonAttentionMetadata, kernels: str
+) -> tuple[CommonAttentionMetadata, dict[str, Any]]:
+    """A batch with its lengths on the host, and the fields of its metadata.
+
+    Args:
+        builder: of the metadata.
+        common: the batch.
+        kernels: their name, for the message.
+
+    Raises:
+        ContractError: a batch that `check_batch` refuses, or with causality per request or a query
+            bias.
+    """
+    common = builder.with_host_lengths(common)
+    fields = paged_fields(common, builder.spec, None)
+    if isinstance(common.causal, torch.Tensor) or common.query_bias is not None:
+        raise ContractError(
+            f"{kernels} takes one causal flag per batch and no query_bias: choose triton or torch "
+            "for this batch"
+        )
+    return common, fields

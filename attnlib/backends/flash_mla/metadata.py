@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnlib.errors import ContractError
+from attnlib.backends._foreign.latents import latent_batch
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.metadata.paged import PagedMetadata
 from attnlib.spec import CudaGraphSupport
 
 __all__ = ["FlashMLAMetadata", "FlashMLAMetadataBuilder", "UniformPart"]
@@ -68,16 +68,9 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         """The metadata of one batch.
 
         Raises:
-            ContractError: a batch that `check_batch` refuses, or with causality per request or a
-                query bias.
+            ContractError: as `latent_batch`.
         """
-        common = self.with_host_lengths(common_attn_metadata)
-        fields = paged_fields(common, self.spec, None)
-        if isinstance(common.causal, torch.Tensor) or common.query_bias is not None:
-            raise ContractError(
-                "FlashMLA takes one causal flag per batch and no query_bias: choose triton or "
-                "torch for this batch"
-            )
+        common, fields = latent_batch(self, common_attn_metadata, "FlashMLA")
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         starts = common.query_start_loc_cpu.long()
         lengths = common.query_lens_cpu.long()

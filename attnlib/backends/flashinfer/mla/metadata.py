@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnlib.backends._foreign.latents import latent_batch
 from attnlib.backends.flashinfer.mla.wrapper import MLAWrapper, find_mla_wrapper
 from attnlib.backends.flashinfer.plans import Lease, PageList, WrapperPool, list_pages
 from attnlib.backends.flashinfer.wrappers import compiler_errors
 from attnlib.device import resolve_device
-from attnlib.errors import BackendUnavailableError, ContractError
+from attnlib.errors import BackendUnavailableError
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
-from attnlib.metadata.paged import PagedMetadata, paged_fields
+from attnlib.metadata.paged import PagedMetadata
 from attnlib.spec import AttentionSpec, CudaGraphSupport
 from attnlib.workspace import Workspace
 
@@ -121,16 +122,9 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[FlashInferMLAMetadat
         """The metadata of one batch.
 
         Raises:
-            ContractError: a batch that `check_batch` refuses, or with causality per request or a
-                query bias.
+            ContractError: as `latent_batch`.
         """
-        common = self.with_host_lengths(common_attn_metadata)
-        fields = paged_fields(common, self.spec, None)
-        if isinstance(common.causal, torch.Tensor) or common.query_bias is not None:
-            raise ContractError(
-                "FlashInfer's MLA wrapper takes one causal flag per batch and no query_bias: "
-                "choose triton or torch for this batch"
-            )
+        common, fields = latent_batch(self, common_attn_metadata, "FlashInfer's MLA wrapper")
         assert common.query_start_loc_cpu is not None and common.seq_lens_cpu is not None
         assert common.block_table_tensor is not None  # checked by paged_fields
         starts = common.query_start_loc_cpu
