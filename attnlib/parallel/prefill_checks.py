@@ -97,6 +97,11 @@ def checked_prompts(
 
 
 def _counts(name: str, values: Sequence[int]) -> list[int]:
+    if not hasattr(values, "__iter__"):
+        raise ContractError(
+            f"{name} is a {type(values).__name__}; pass a list of one integer for each prompt",
+            rule="X10",
+        )
     return [as_count(f"{name}[{place}]", value) for place, value in enumerate(values)]
 
 

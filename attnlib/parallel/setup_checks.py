@@ -72,6 +72,12 @@ def check_choices(
     for name, value, known in (("agreement", agreement, _AGREEMENTS), choice):
         if value is not None and value not in known:
             raise ContractError(f"{name}={value!r} must be one of {', '.join(known)}", rule="X8")
+    if not isinstance(division, Division):
+        raise ContractError(
+            f"division is a {type(division).__name__}; pass attnlib.parallel.Interleaved("
+            f"{group.world_size}), or another Division of as many ranks as the group",
+            rule="X1",
+        )
     if division.world_size != group.world_size:
         raise ContractError(
             f"{division} is for {division.world_size} ranks, the group has {group.world_size}",

@@ -221,6 +221,10 @@ def refusals(group: RankGroup) -> str:
         spec, sinks = run.spec.replace(has_sink=True), torch.zeros(4 + last)
         ParallelAttention(spec, group, run.division, sinks=sinks, device="cpu")
 
+    def no_division() -> None:
+        given: Any = group.world_size if last else run.division
+        ParallelAttention(run.spec, group, given, device="cpu")
+
     def other_batch() -> None:
         run.builders[1].build(divided_batch([1, 2 + last], [1, 3], run.tables[1][:2], "cpu"))
 
@@ -273,6 +277,7 @@ def refusals(group: RankGroup) -> str:
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",
         negated_key: "key is a view that torch negates", shared_tokens: "tokens share memory",
+        no_division: f"division is a int; pass attnlib.parallel.Interleaved({group.world_size})",
     }  # fmt: skip
     if text := not_refused(expected):
         return text

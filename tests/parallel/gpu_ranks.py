@@ -184,6 +184,7 @@ def main() -> None:
     dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
     group = ThroughHost() if shared else RankGroup()
     found = [each for each in problems(shared) if options.only in each[0]]
+    assert found, f"no problem has {options.only!r} in its name on this device"
     for name, error, problem in found[first - 1 :: parts]:
         elapsed = group.all_gather(torch.tensor([time.monotonic() - began], device=device))
         assert elapsed.max() <= options.limit_seconds, f"not run: {name} and those after it"

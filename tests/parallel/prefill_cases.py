@@ -318,6 +318,10 @@ def refusals(group: RankGroup) -> str:
     def a_part_of_a_token() -> None:
         layer.make_builder().build([4, 2.5 if last else 2], table)
 
+    def no_list() -> None:
+        given: Any = 4 if last else [4]
+        layer.make_builder().build(given, table[:1])
+
     def no_block() -> None:
         layer.make_builder().build([4, 5], table - int(last))
 
@@ -330,7 +334,8 @@ def refusals(group: RankGroup) -> str:
     expected = {
         other_prompts: "ranks 0 and", other_context: "ranks 0 and",
         other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
-        no_table: "block_table=None", a_part_of_a_token: "2.5 is a float", no_block: "negative",
+        no_list: "prompt_lens is a int; pass a list", no_table: "block_table=None",
+        a_part_of_a_token: "2.5 is a float", no_block: "negative",
         batch_of_a_window: "was built for", no_prefills: "refuses: AssertionError",
         ring_of_decoders: "encoder_decoder", too_many_rows: "this rank has",
     }  # fmt: skip
