@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.checks import vector_elements
+from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels.append_rows import append_rows_kernel
 from attnlib.ops.triton.kernels.cache_write import WriteConfig
@@ -57,8 +58,13 @@ class RowAppend:
             *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
             *(*_strides(keys), *_strides(values)),
         )
-        wide = tuple(number >= 1 << 31 for number in self._numbers)
-        self._launch = _launch(key, value, keys, values, wide)
+        # All layers of a model have one layout, and each makes an object in every `generate`.
+        layout = ("append rows", *map(tensor_signature, (key, value, keys, values)))
+        found: BoundLaunch | None = LAUNCHES.get(layout)
+        if found is None:
+            wide = tuple(number >= 1 << 31 for number in self._numbers)
+            found = LAUNCHES.keep(layout, _launch(key, value, keys, values, wide))
+        self._launch = found
         self._submit: Callable[..., None] | None = None
 
     def run(self, key: Tensor, value: Tensor, position: int) -> None:
