@@ -21,6 +21,7 @@ from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
 from attnlib.integrations.transformers.inference_only import InferenceOnly
 from attnlib.integrations.transformers.layers import Call, layer_name
+from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import refuse_export
 from attnlib.integrations.transformers.paged_calls import cache_of_step, refuse_plain_call
 from attnlib.integrations.transformers.plain import attend_plain, mask_of
@@ -73,13 +74,16 @@ def attnlib_attention(
             arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plans = not (dropout or is_dynamo_compiling() or torch.is_grad_enabled())
-    if plans and (known := known_step(attention_mask)) is not None:
-        again = None
+    known = None
+    if not (dropout or is_dynamo_compiling() or torch.is_grad_enabled()):
+        is_new = type(attention_mask) is MaskTensor and attention_mask._cached is None
+        known = attention_mask.step if is_new else known_step(attention_mask)  # type: ignore[union-attr]
+    if known is not None:
         if (decode := known.decode) is not None:
             again = decode.attend(query, key, value, scale, kwargs)
-        elif query.is_cpu:
-            again = attend_known_decode(query, key, value, known, scale, kwargs)
+        else:
+            given = (query, key, value, known, scale, kwargs)
+            again = attend_known_decode(*given) if query.is_cpu else None
         if again is None:
             again = attend_again(module, query, key, value, known, scale, kwargs)
         if again is not None:
@@ -99,10 +103,7 @@ def attnlib_attention(
             return attend_continuous(call, cache, kwargs), None
     refuse_plain_call(module)
     call = _call(module, as_eager_casts(query, key, value), scale, kwargs)
-    out, weights = _attend_alone(call, attention_mask, kwargs)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        out = InferenceOnly.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out, weights
+    return _attend_alone(call, attention_mask, kwargs)
 
 
 def _paged_step(
@@ -137,6 +138,9 @@ def _attend_alone(
         if out is None:
             out = attend_plain(call, attention_mask, bias, kwargs)
         weights = _weights(call, attention_mask, bias) if weights_are_recorded(kwargs) else None
+    states = call.query, call.key, call.value
+    if torch.is_grad_enabled() and any(each.requires_grad for each in states):
+        out = InferenceOnly.apply(out, *states)  # type: ignore[no-untyped-call]  # untyped in torch
     return out, weights
 
 

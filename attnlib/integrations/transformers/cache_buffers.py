@@ -103,16 +103,25 @@ class Buffers:
         """Append a token of the layout of the last one, and show what the next query sees; None
         where it is another one, or where there is no room."""
         row, fits, end = self.append_row, self.fits, self.end
-        keys, values = self.views
+        kept, kept_v = self.views
         if row is None or fits is None or end >= self.capacity:
             return None
-        if layer.keys is not keys or layer.values is not values:
+        if layer.keys is not kept or layer.values is not kept_v:
             return None
-        places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
+        places = (kept.data_ptr(), kept.stride()), (kept_v.data_ptr(), kept_v.stride())
         if places != self.places or not fits(key_states, value_states):  # `hold`, without its call
             return None
         row.run(key_states, value_states, end)
-        return self.show(layer, end + 1)
+        tokens, (batch, heads, size, size_v) = end + 1 - self.begin, self.sizes
+        if self.window is not None and tokens >= self.window:
+            return self.show(layer, end + 1)
+        # `show`, without its call.
+        keys: Any = self.keys.as_strided((batch, heads, tokens, size), places[0][1])
+        values: Any = self.values.as_strided((batch, heads, tokens, size_v), places[1][1])
+        keys._attnlib_capacity = values._attnlib_capacity = self.capacity
+        self.views, self.end = (keys, values), end + 1
+        layer.keys, layer.values = keys, values
+        return self.views
 
     def append(
         self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor

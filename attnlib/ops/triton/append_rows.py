@@ -66,6 +66,7 @@ class RowAppend:
             found = LAUNCHES.keep(layout, _launch(key, value, keys, values, wide))
         self._launch = found
         self._submit: Callable[..., None] | None = None
+        self._stream: Callable[[int], int] = current_stream
 
     def run(self, key: Tensor, value: Tensor, position: int) -> None:
         """Write a token on the current stream.
@@ -79,7 +80,7 @@ class RowAppend:
         aligned = not (address | address_v) & ALIGNMENT
         if submit is not None and aligned and not launches_observed():
             if chips.current_device() == self._index:
-                submit(current_stream(self._index), address, address_v, position)
+                submit(self._stream(self._index), address, address_v, position)
                 return
         self._run(key, value, position, aligned)
 
@@ -90,10 +91,11 @@ class RowAppend:
         if self._submit is None and is_bound and self._launch.is_direct:
             arguments = (CHANGES, CHANGES, *buffers, CHANGES, *self._numbers)
             self._submit = self._launch.bind(True, True, arguments)
+            self._stream = triton.runtime.driver.active.get_current_stream
         with chips.device_guard(key):
             if self._submit is not None and aligned and not launches_observed():
                 addresses = key.data_ptr(), value.data_ptr()
-                self._submit(current_stream(self._index), *addresses, position)
+                self._submit(self._stream(self._index), *addresses, position)
                 return
             given = (key, value, *self._buffers, position, *self._numbers)
             self._launch.by_triton(given, aligned and is_bound)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
 
 from attnlib.ops.checks import check_visible_keys
@@ -40,6 +41,7 @@ class KeyLister:
         self._numbers = table.shape[1], row_distance
         self._rows, self._index = lengths.shape[0], table.get_device()
         self._submit: Callable[..., None] | None = None
+        self._stream: Callable[[int], int] = current_stream
 
     def run(self, visible: Tensor) -> None:
         """See `attnlib.ops.torch.visible_keys.KeyLister`."""
@@ -47,7 +49,7 @@ class KeyLister:
         if submit is not None and self._takes(visible) and not launches_observed():
             if chips.current_device() == index:
                 address, (stride, _) = visible.data_ptr(), visible.stride()
-                submit(current_stream(index), address, visible.shape[1], stride)
+                submit(self._stream(index), address, visible.shape[1], stride)
                 return
         self._run(visible)
 
@@ -74,6 +76,7 @@ class KeyLister:
             outputs = (each.data_ptr() for each in self._tensors)
             changing = (CHANGES, *outputs, CHANGES, *self._numbers, CHANGES, stride_t)
             self._submit = launch.bind(True, True, changing)
+            self._stream = triton.runtime.driver.active.get_current_stream
 
 
 def _launch(rows: int) -> BoundLaunch:

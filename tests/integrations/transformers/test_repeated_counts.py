@@ -171,8 +171,8 @@ def test_a_layer_takes_fewer_calls_and_operations(name: str) -> None:
     kinds = 1 if name == "llama" else 2
     model = randomized(MODELS[name]())
     ours, operations = calls_of(model, "attnlib"), operations_of(model, "attnlib")
-    assert len(ours["attention"]) == LAYERS and max(ours["attention"][kinds:]) <= 4
-    assert max(ours["cache"]) <= 5
+    assert len(ours["attention"]) == LAYERS and max(ours["attention"][kinds:]) <= 3
+    assert min(ours["cache"]) <= 4 and max(ours["cache"]) <= 5  # with a window
     # The output of each layer, and once per step the padding of a window.
     assert operations["attention"] == LAYERS + kinds - 1
     # Views of keys and values, of a window two of each; the launch is none.
