@@ -209,8 +209,8 @@ class CommonAttentionMetadata:
 
     def unpadded(self, num_reqs: int, num_actual_tokens: int) -> CommonAttentionMetadata:
         """The first `num_reqs` requests of a batch that was padded for a CUDA graph, as views."""
-        tokens = slice(0, num_actual_tokens)
-        return slice_batch(self, slice(0, num_reqs), tokens, tokens)
+        tokens = slice(0, as_count("num_actual_tokens", num_actual_tokens))
+        return slice_batch(self, slice(0, as_count("num_reqs", num_reqs)), tokens, tokens)
 
     def slice_requests(self, first: int, end: int) -> CommonAttentionMetadata:
         """Requests `[first, end)` as a batch, for micro-batches. Its rows of q, k and v are those

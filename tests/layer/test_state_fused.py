@@ -114,6 +114,9 @@ def test_given_and_constant_decays() -> None:
         ({"gates": "given"}, "rate with gates='given', norm_size=16: leave it out"),
         ({"bias": None}, "bias with gates='softplus', norm_size=16: pass it"),
         ({"norm_weight": None}, "norm_weight with gates='softplus', norm_size=16: pass it"),
+        ({"norm_size": 16.0}, "norm_size 16.0 is a float; it must be an integer"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be a finite number of at least 0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be a finite number"),
         ({"norm_size": 0, "norm_weight": None}, "output_gate='silu' with norm_size=0"),
     ],
 )

@@ -172,6 +172,16 @@ def test_unpadded_takes_the_first_requests() -> None:
         batch.slot_mapping.tolist(),
     ) == (1, 1, [5], [8])
     assert batch.causal.tolist() == [True]
+    with pytest.raises(ContractError, match="num_reqs 1.0 is a float; it must be an integer"):
+        _batch().unpadded(1.0, 1)
+
+
+def test_unsigned_block_ids_are_those_of_signed_ones() -> None:
+    """torch compares no unsigned integers of 16 to 64 bits."""
+    wanted = _batch(block_table=torch.tensor([[9, 2], [4, 0]])).slot_mapping
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        table = torch.tensor([[9, 2], [4, 0]]).to(dtype)
+        assert torch.equal(_batch(block_table=table).slot_mapping, wanted)
 
 
 def test_cross_attention_keys_may_be_fewer_than_queries() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count
 
 __all__ = ["FusedInputs", "StepForm"]
 
@@ -57,6 +58,9 @@ class StepForm:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ContractError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+        object.__setattr__(self, "norm_size", as_count("norm_size", self.norm_size))
+        if not (isinstance(self.norm_eps, int | float) and 0 <= self.norm_eps < math.inf):
+            raise ContractError(f"norm_eps={self.norm_eps!r} must be a finite number of at least 0")
         # Configurations that were read from files have lists, and a form is part of keys.
         object.__setattr__(self, "bounds", tuple(self.bounds))
         raw, has_norm = self.gates != "given", self.norm_size > 0
