@@ -17,11 +17,11 @@ from attnlib.cache.storage import UNIT_SCALE, PagedKVCache, Scale
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
 from attnlib.layer.arguments import layer_from_arguments
-from attnlib.layer.call import ExtraKeys, LayerCall, call_layer, new_lse, new_output
+from attnlib.layer.call import CallMemory, ExtraKeys, LayerCall, call_layer, new_lse, new_output
 from attnlib.layer.metadata_checks import extra_keys
 from attnlib.layer.operator import attend_opaquely
 from attnlib.layer.per_head import make_impl, own_per_head_tensors
-from attnlib.layer.plans import CallMemory, find_plan, run_plan
+from attnlib.layer.plans import find_plan, run_plan
 from attnlib.layer.rotary import rotate_and_write_kv
 from attnlib.layer.scales import checked_layer_scale, set_scales
 from attnlib.metadata.base import AttentionMetadata

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
 __all__ = [
+    "CallMemory",
     "ExtraKeys",
     "LayerCall",
     "RecentPlan",
@@ -116,9 +117,16 @@ def call_signature(layer: Attention, call: LayerCall) -> tuple[Any, ...]:
     addresses."""
     impl = layer.impl
     query, key, value, cache, _, output, return_lse, extra = call
+    stored = None
+    if cache is not None:
+        keys, values, stored = cache.key_cache, cache.value_cache, cache._signature
+        # `signature` compares the same; every first layer of a step comes here.
+        views = keys.shape, keys.stride(), values.shape, values.stride()
+        if stored is None or stored.views != views:
+            stored = cache.signature
     signature = (
         impl._group or impl.group,
-        None if cache is None else cache.signature,
+        stored,
         query.dtype,
         query.shape,
         query.stride(),
@@ -142,6 +150,22 @@ def notify(
     rows = (call.query.shape[0], spec.num_heads, spec.head_size_v)
     for observer in OBSERVERS:
         observer(layer, *heads[:5], output.view(rows), lse)
+
+
+class CallMemory:
+    """What a layer remembers of its calls; a copy of the layer remembers nothing.
+
+    Attributes:
+        accepted: the last call that passed `check_call`, and the shape of the output that such a
+            call allocates (None: like the query).
+        tensor_check: the last signature that was remembered, and the comparison of its tensors.
+    """
+
+    __slots__ = ("accepted", "tensor_check")
+
+    def __init__(self) -> None:
+        self.accepted: tuple[tuple[Any, ...], tuple[int, ...] | None] = (), None
+        self.tensor_check: tuple[Any, Any] = ((), None)
 
 
 class RecentPlan(NamedTuple):

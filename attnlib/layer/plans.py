@@ -31,27 +31,11 @@ from attnlib.score_functions.query_tensors import QueryTensors
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["CallMemory", "FoundPlan", "find_plan", "run_plan", "scales_agree"]
+__all__ = ["FoundPlan", "find_plan", "run_plan", "scales_agree"]
 
 _GIVEN_OR_NOT = (torch.Tensor, type(None))
 MAX_PLANS = 64
 """Step plans that one batch keeps; beyond it they are dropped and made again on demand."""
-
-
-class CallMemory:
-    """What a layer remembers of its calls; a copy of the layer remembers nothing.
-
-    Attributes:
-        accepted: the last call that passed `check_call`, and the shape of the output that such a
-            call allocates (None: like the query).
-        tensor_check: the last signature that was remembered, and the comparison of its tensors.
-    """
-
-    __slots__ = ("accepted", "tensor_check")
-
-    def __init__(self) -> None:
-        self.accepted: tuple[tuple[Any, ...], tuple[int, ...] | None] = (), None
-        self.tensor_check: tuple[Any, Any] = ((), None)
 
 
 FoundPlan = tuple[StepPlan, tuple[int, ...] | None]
@@ -220,7 +204,15 @@ def _check(
         check_extra_keys(spec, call)
         if call.extra is not None:
             check_extra_values(spec, call)
-    check_output_memory(query, cache, call.output)
+    if call.output is not None:
+        inputs = (query,) if cache is None else (query, cache.key_cache, cache.value_cache)
+        own = call.output.untyped_storage()
+        begin, end = own.data_ptr(), own.data_ptr() + own.nbytes()
+        for tensor in inputs:  # their bytes are compared only inside one allocation
+            other = tensor.untyped_storage()
+            if other.data_ptr() < end and begin < other.data_ptr() + other.nbytes():
+                check_output_memory(query, cache, call.output)
+                break
     if cache is not None and query.is_cpu:
         check_addresses(metadata, cache)
     return heads, shape

@@ -56,15 +56,13 @@ def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None
 
 
 def check_output_memory(
-    query: torch.Tensor, cache: PagedKVCache | None, output: torch.Tensor | None
+    query: torch.Tensor, cache: PagedKVCache | None, output: torch.Tensor
 ) -> None:
     """Whether an output is apart from the query, or exactly in its place, and from the cache.
 
     Raises:
         ContractError: it is not.
     """
-    if output is None:
-        return
     refuse_in_place(output, query=None if same_memory(output, query) else query)
     views = () if cache is None else (cache.key_cache, cache.value_cache)
     if any(tensors_overlap(output, view) for view in views):
