@@ -772,8 +772,7 @@ def check_rotated_calls() -> None:
             (([1] * 4, [1000, 20, 3, 7]), 128, 0),
             (([1, 1, 64], [900, 800, 900]), 128, 0),
             (([64], [900]), 128, 0),
-            (([1] * 128, [600] * 128), 128, 1),  # up to two requests for each worker
-            (([1] * 512, [600] * 512), 128, 2),  # several
+            (([1] * 128, [600] * 128), 128, 2),  # more than one request for each worker
             (([9], [900]), 128, 2),  # too short for copies
             (([64], [900]), 96, 2),  # a rotation of blocks
         ):

@@ -46,7 +46,10 @@ _MOST_PAIRS = 16
 _MOST_ROTATED = 1
 """Pairs for each worker up to which decodes rotate queries and outputs in their kernels (P15)."""
 
-_MOST_ROTATED_FEW = 1
+_MOST_ROTATED_ALONE = 2
+"""The same for a worker that has a multiprocessor alone."""
+
+_MOST_ROTATED_FEW = 8
 """The same where a pair has at most 4 query rows, of which kernels rotate half as many."""
 
 
@@ -83,21 +86,18 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
 def _rotated_inside(
     rotation: KVRotation, call: AttentionCall, tile: DecodeTile, rows: int
 ) -> KVRotation | None:
-    """What the kernels rotate (P15); other launches rotate the rest. Both for few pairs per worker;
-    queries only up to two, where consumers of a multiprocessor prepare them. `rows` are the query
-    rows of a pair, at most.
+    """What the kernels rotate (P15): both sides for few pairs per worker, otherwise nothing, and
+    other launches do. `rows` are the query rows of a pair, at most.
 
-    On an H200, of the time between two launches that rotate: int8 8 x 8k 0.94, 256 x 1k 1.11; with
-    int4 values 64 x 8k 0.99, 256 x 1k 1.08; queries only 32 x 4k 0.99, 256 x 1k, by a warp of their
-    own, 1.08.
+    On an H200, int8, of the time with launches around: 4 rows 8 x 8k and 32 x 4k 0.97, 64 x 8k
+    1.00, 256 x 1k 0.99; 8 rows 32 x 4k 0.97, 64 x 8k 1.01, 256 x 1k 1.04.
     """
-    workers = call.limits.num_sms * max(1, tile.warps, tile.consumers)
+    per_sm = max(1, tile.warps, tile.consumers)
+    most = _MOST_ROTATED_ALONE if per_sm == 1 else _MOST_ROTATED
     pairs = call.batch.num_decodes * call.shape.num_kv_heads
-    if pairs <= workers * (_MOST_ROTATED_FEW if rows <= 4 else _MOST_ROTATED):
+    if pairs <= call.limits.num_sms * per_sm * (_MOST_ROTATED_FEW if rows <= 4 else most):
         return rotation
-    if pairs > 2 * workers or tile.warps or tile.consumers > 1 or not rotation.keys:
-        return None
-    return replace(rotation, values=False)
+    return None
 
 
 def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile | None:
