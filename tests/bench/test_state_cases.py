@@ -129,7 +129,9 @@ def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert row.us and row.gbps and row.share == pytest.approx(row.gbps / 100.0)
         assert row.error is not None and row.error <= 1 and row.copies == 16
         assert case_of_row(row) == BY_NAME[row.case]
-    assert not rank_rows(document.rows, "")
+    ranked = rank_rows(document.rows, "")
+    assert ranked and all(layer["ranking"] == ["torch"] for layer in ranked)
+    assert {case for layer in ranked for case in layer["microseconds"]} <= set(names)
     shown = capsys.readouterr().out
     assert "qwen3-next-verify-1x4: q4s1028 · 2/2 heads, states 16 x 16, update delta" in shown
     assert main(["bench", "--from-json", str(target)]) == 0
