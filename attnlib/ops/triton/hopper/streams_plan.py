@@ -25,9 +25,10 @@ _STEP = 2 * _TILE
 """Slots that a CTA visits at least."""
 _REGISTERS = 216
 """Of a thread of the warps that multiply."""
-_PREFETCH_WAVES = 8
-"""Waves of CTAs up to which latents are prefetched into the L2 cache; 0 never prefetches. Tokens of
-a long prefill share theirs, which are there already."""
+_EARLY_WAVES = 8
+"""Waves of CTAs up to which queries and lists are read before the request of a token is known. On
+an H200, with a combine kernel that starts early: decodes of 32 requests 0.87 to 0.92 of the time of
+an earlier run without, prefills of 2048 tokens 1.05 and 1.06."""
 
 
 def streams_reasons(call: AttentionCall, entries: EntryStream) -> list[str]:
@@ -103,7 +104,7 @@ class HopperStreams:
             HAS_SINK=params.sinks is not None,
             HAS_LSE=call.lse is not None,
             REGISTERS=_REGISTERS,
-            PREFETCH=programs <= _PREFETCH_WAVES * call.limits.num_sms,
+            EARLY=programs <= _EARLY_WAVES * call.limits.num_sms,
         )
         options = {"num_warps": 4, "enable_fp_fusion": True, "CONFIG": config}
         self._launch = BoundLaunch(hopper_streams_kernel, (programs, self.num_splits, 1), options)

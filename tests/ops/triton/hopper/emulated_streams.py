@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": "q1s200_q1s3", "splits": 4, "used": 3, "counts": (320, 40), "lists": 300,
     },
     "nothing prefetched": {
-        "batch": "q1s200_q1s129", "splits": 1, "counts": (300, 64), "prefetch_waves": 0,
+        "batch": "q1s200_q1s129", "splits": 1, "counts": (300, 64), "early_waves": 0,
     },
     "window to both sides, soft cap": {
         "batch": "q3s150", "splits": 2, "counts": (10, 128, 129),
@@ -136,7 +136,7 @@ def emulate_case(name: str) -> dict[str, Any]:
     starts = torch.tensor([0, *lengths.query_lens]).cumsum(0).int()
     with stub_target("sm_90"):
         JITFunction.run, streams_plan.MAX_SPLITS = run_emulated, options["splits"]
-        streams_plan._PREFETCH_WAVES = options.get("prefetch_waves", 1)
+        streams_plan._EARLY_WAVES = options.get("early_waves", 1)
         computed = two_stream_attention(
             *(query, cache, cache, table, starts, torch.tensor(lengths.seq_lens).int()),
             *(params, entries),

@@ -37,7 +37,7 @@ class StreamConfig(NamedTuple):
         CAUSAL, HAS_RIGHT: see `Mask`; there is a window to the left.
         HAS_CAP, HAS_SINK, HAS_LSE: whether there are a soft cap, sinks and an LSE.
         REGISTERS: of a thread in all warps but the first four.
-        PREFETCH: whether latents of the next tile are prefetched into the L2 cache.
+        EARLY: queries and lists are read before the request of the token is known.
     """
 
     OWN: int
@@ -54,7 +54,7 @@ class StreamConfig(NamedTuple):
     HAS_SINK: bool
     HAS_LSE: bool
     REGISTERS: int
-    PREFETCH: bool
+    EARLY: bool
 
 
 @aggregate
@@ -218,7 +218,9 @@ def stream_work(lists, entry_counts, CONFIG: gl.constexpr):
     entries = None
     if CONFIG.LISTED:
         entries = lists.indices + token.to(gl.int64) * lists.stride_lists
-        _prefetch_list(entries, begin - CONFIG.OWN, gl.minimum(end - CONFIG.OWN, lists.num_entries))
+        if CONFIG.EARLY:
+            last = gl.minimum(end - CONFIG.OWN, lists.num_entries)
+            _prefetch_list(entries, begin - CONFIG.OWN, last)
     visible = lists.visible_keys(token)
     count = gl.load(entry_counts + token, mask=visible.exists, other=0)
     slots = CONFIG.OWN + lists.num_entries

@@ -4,9 +4,8 @@ under one softmax. A CTA computes up to 64 heads of one token.
 One CTA per (query token, block of heads, split of the slots). It multiplies as the kernel over
 selected latents; only where its keys are found differs (`stream_work`).
 
-The queries of a token are copied before its request is known: both take a read of memory or more.
-Memory holds one pair of tiles, so a tile is copied late, after the one before it in its place. With
-PREFETCH its latents are in the L2 cache by then.
+With EARLY, the queries of a token are copied before its request is known: both take a read of
+memory or more. Where many CTAs follow each other, that would delay the reads of the request.
 """
 
 from triton.experimental import gluon
@@ -17,7 +16,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     arrive_after_copies,
     launch_dependent_grids,
     partition_barrier,
-    prefetch_rows,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import Outputs
 from attnlib.ops.triton.hopper.kernels.latent_tiles import HIGH, LOW, TILE, allocate_tiles
@@ -52,26 +50,16 @@ def _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(inputs, slot, position, block, SIZE: gl.constexpr):
-    """Prefetch the latents of a tile into the L2 cache, SIZE bytes each, by one thread for each."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    base, offsets = inputs.latents(slot, position, block)
-    pointers = gl.convert_layout(base + offsets, gl.SliceLayout(1, LAYOUT))
-    exists = gl.convert_layout(position >= 0, gl.SliceLayout(1, LAYOUT))
-    thread = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
-    # Adds nothing, but one thread of each row has the row.
-    pointers = pointers[:, None] + (thread * 0)[None, :]
-    prefetch_rows(pointers, SIZE, exists[:, None] & (thread == 0)[None, :])
-
-
-@gluon.jit
-def _gatherer(inputs, work, tiles, CONFIG: gl.constexpr):
-    """Copy all pairs of tiles into shared memory. One warpgroup."""
+def _gatherer(inputs, work, query, stride_qt, stride_qh, tiles, CONFIG: gl.constexpr):
+    """Copy the queries, if they are not copied yet, and all pairs of tiles into shared memory. One
+    warpgroup."""
     rows = gl.arange(0, TILE, gl.SliceLayout(1, _COPIES))
     HALF: gl.constexpr = CONFIG.DV // 2
     # Positions and blocks are loaded one tile ahead.
     position = work.positions(work.begin, rows)
     block = inputs.blocks(work.begin, position)
+    if not CONFIG.EARLY:
+        _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG)
     for pair in range(work.pairs):
         for tile in gl.static_range(2):
             slot = work.begin + (2 * pair + tile) * TILE
@@ -90,10 +78,6 @@ def _gatherer(inputs, work, tiles, CONFIG: gl.constexpr):
                 copy_part(base, offsets, exists, tiles, parity, 0, LOW, tile)
             position = next_position
             block = next_block
-            if CONFIG.PREFETCH:
-                # The first two tiles are copied at once.
-                if 2 * pair + tile > 0:
-                    _prefetch(inputs, slot + TILE, position, block, 2 * CONFIG.DV)
 
 
 @gluon.jit(
@@ -120,9 +104,10 @@ def hopper_streams_kernel(
     """
     tiles = allocate_tiles(CONFIG.DV, 0, query.dtype.element_ty, GATHERED=True)
     fence_async_shared()
-    # The barrier of the queries is initialized by one thread, and all threads arrive on it.
-    partition_barrier()
-    _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG)
+    if CONFIG.EARLY:
+        # The barrier of the queries is initialized by one thread, and all threads arrive on it.
+        partition_barrier()
+        _copy_queries(query, stride_qt, stride_qh, tiles, CONFIG)
     if CONFIG.SPLIT:
         # The combine kernel waits for the results.
         launch_dependent_grids()
@@ -149,7 +134,7 @@ def hopper_streams_kernel(
     )
     gl.warp_specialize(
         [
-            (_gatherer, (inputs, work, tiles, CONFIG)),
+            (_gatherer, (inputs, work, query, stride_qt, stride_qh, tiles, CONFIG)),
             (consume_lists, (results, work, tiles, scale, soft_cap, CONFIG, 0)),
             (consume_lists, (results, work, tiles, scale, soft_cap, CONFIG, 1)),
         ],
