@@ -160,7 +160,7 @@ def problems(shared: bool) -> list[tuple[str, Any, Problem]]:
         found.append(("replays", replay_error, REPLAYED))
         found.append(("halves of the ranks", halves_error, PROBLEMS["sinks"]))
         named = [each for each in found if each[0] in (*BOTH, "replays")]
-        found = [(*each, exchanged_by("peer_memory", last)) for *each, last in found]
+        found = [(f"by memory: {x}", y, exchanged_by("peer_memory", last)) for x, y, last in found]
         found += [(f"NCCL: {x}", y, exchanged_by("all_to_all", last)) for x, y, last in named]
     prompts = prefill_cases.PROBLEMS.items()
     found += [(f"prefill, {name}", prefill_error, problem) for name, problem in prompts]
