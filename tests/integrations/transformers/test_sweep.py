@@ -67,7 +67,8 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = patterns._captured
 
     def wider(function: Any, name: str) -> Any:
-        return captured(function, name) + (name == "sliding_window")
+        found = captured(function, name)
+        return found + 1 if name == "sliding_window" else found
 
     monkeypatch.setitem(os.environ, "ATTNLIB_BACKEND", "torch")
     monkeypatch.setattr(patterns, "_captured", wider)
