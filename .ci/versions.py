@@ -70,7 +70,10 @@ def _make(name: str, place: Path) -> None:
         raise Unavailable(f"{free >> 30} GiB are free and {NEEDED_BYTES >> 30} are needed")
     python = find_interpreter(PYTHON[name], ROOT / f".ci-python{PYTHON[name]}")
     _run([python, "-m", "venv", "--clear", "--without-pip", place])
-    _run([sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "-q", "pip"])
+    # A wheel of pip runs itself; the machine's own pip may be too old for this Python.
+    _run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, "pip"])
+    (wheel,) = place.glob("pip-*.whl")
+    _run([place / "bin/python", wheel / "pip", "install", "-q", wheel])
     # The file replaces the constraints of the machine, if it has any.
     pins = ROOT / ".ci" / f"{name}.txt"
     _run(
