@@ -375,7 +375,7 @@ def test_layers_that_cannot_be_distributed_are_refused(
         impl.dcp_world_size, impl.dcp_rank = 2, 0
         return impl
 
-    group = SimpleNamespace(world_size=2, rank=0)
+    group = SimpleNamespace(world_size=2, rank=0, check_device=lambda device: None)
     group.agreed = functools.partial(RankGroup.agreed, group)
     monkeypatch.setattr(context_parallel, "rank_group", lambda: group)
     monkeypatch.setattr(AttnlibImpl, "__new__", two_ranks)
