@@ -177,7 +177,7 @@ def test_a_refused_commit_makes_nothing_findable() -> None:
     with pytest.raises(ContractError, match="token_ids must be integers"):
         pool.commit([1, 2, 3.5, 4], [held, pool.allocate(1)[0]])
     assert pool.acquire_prefix([1, 2, 9]).block_ids == ()
-    with pytest.raises(ContractError, match=r"key=\[\] cannot be looked up \(unhashable"):
+    with pytest.raises(ContractError, match=r"key=\[\] cannot be looked up \(.*unhashable"):
         pool.commit([1, 2], [held], key=[])
     with pytest.raises(ContractError, match=f"block {held} is given 2 times in block_ids"):
         pool.commit([1, 2, 3, 4], [held, held])
