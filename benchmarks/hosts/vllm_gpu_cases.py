@@ -5,10 +5,11 @@
     TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares
 
-With `divided N` after them it writes the cases for N GPUs instead, with `latent` those of latent
-attention (MLA), where the peer is FLASH_ATTN_MLA. float32 runs of attnlib must
-give the tokens of transformers. FLASH_ATTN has no float32: both backends are compared in bfloat16,
-and with n-gram speculation in float16, with acceptance rates.
+With `divided N` after them it writes the cases for N GPUs instead, a file of each into the folder
+cases.json, so that they can run together; several results are compared together, too. With `latent`
+it writes those of latent attention (MLA), where the peer is FLASH_ATTN_MLA. float32 runs of attnlib
+must give the tokens of transformers. FLASH_ATTN has no float32: both backends are compared in
+bfloat16, and with n-gram speculation in float16, with acceptance rates.
 """
 
 from __future__ import annotations
@@ -145,11 +146,16 @@ def _print_divergence(request: int, rows: Any, leads: Any) -> None:
         )
 
 
-def _write(target: Path, cases: dict[str, Any]) -> None:
+def _write(target: Path, cases: dict[str, Any], *, apart: bool = False) -> None:
     """Write cases that need little of the GPU's memory, so that processes can share a GPU."""
     for case in cases.values():
         case["arguments"].setdefault("gpu_memory_utilization", 0.1)
-    target.write_text(json.dumps(cases))
+    if not apart:
+        target.write_text(json.dumps(cases))
+        return
+    target.mkdir(exist_ok=True)
+    for name, case in cases.items():
+        (target / f"{name.replace(' ', '_')}.json").write_text(json.dumps({name: case}))
 
 
 if __name__ == "__main__":
@@ -159,6 +165,7 @@ if __name__ == "__main__":
     elif sys.argv[3] == "latent":
         _write(target, latent(folder))
     elif sys.argv[3] == "divided":
-        _write(target, divided(folder, int(sys.argv[4])))
+        _write(target, divided(folder, int(sys.argv[4])), apart=True)
     else:
-        report(folder, json.loads(Path(sys.argv[3]).read_text()))
+        found = [json.loads(Path(name).read_text()) for name in sys.argv[3:]]
+        report(folder, {name: result for each in found for name, result in each.items()})

@@ -19,11 +19,16 @@ complete decode in the steps that prefill the others.
 others, which only decode, with the number and the time of the slowest. `late` lists the kernels
 that vLLM's monitor saw compiled, or found on disk, while the engine served; `engine_start_s` does
 not include `import_s`, the import of vLLM. --start-parts writes where a start spends its time.
+
+Engines that run at once with one file as --turns make one call at a time, in turn, so that what
+else happens to the machine happens to all; --cache-gib keeps them from measuring its memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -32,6 +37,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,6 +124,8 @@ class Engine:
             more["compilation_config"] = {
                 "mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes
             }  # fmt: skip
+        if arguments.cache_gib:
+            more["kv_cache_memory_bytes"] = int(arguments.cache_gib * 2**30)
         if arguments.n_grams:
             more["speculative_config"] = {
                 "method": "ngram", "num_speculative_tokens": arguments.n_grams,
@@ -139,6 +147,7 @@ class Engine:
         )  # fmt: skip
         self._sampling = SamplingParams
         self._ends: list[float] = []
+        self._turns = arguments.turns
         self.start_s = time.perf_counter() - start
         self._time_steps()
         if parts is not None:
@@ -160,10 +169,21 @@ class Engine:
         sampling = self._sampling(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
         )
-        start = time.perf_counter()
-        self._ends[:] = [start]
-        outputs = self._llm.generate(given, sampling, use_tqdm=False)
-        return outputs, time.perf_counter() - start
+        with self._turn():
+            start = time.perf_counter()
+            self._ends[:] = [start]
+            outputs = self._llm.generate(given, sampling, use_tqdm=False)
+            return outputs, time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """While no other engine has its turn."""
+        if self._turns is None:
+            yield
+            return
+        with self._turns.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def cache_tokens(self) -> int:
         """Tokens that the cache holds."""
@@ -271,6 +291,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--cache-gib", type=float, help="of keys and values; else all that is free")
+    parser.add_argument("--turns", type=Path, help="file that engines lock while they generate")
     parser.add_argument("--model", default="{}", help="JSON: changes to the model's config")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--block-size", type=int, help="tokens of a block; vLLM's default")
