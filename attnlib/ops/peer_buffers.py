@@ -32,7 +32,8 @@ class PeerBuffers(NamedTuple):
         distances: `[world_size]` int64, bytes from this rank's buffer to that of each rank.
         shared, merged, merged_lses: int64, words that this rank receives, of queries, of results
             and of LSEs; fixed ones for each program and rank, and for odd and even exchanges.
-        share_counts, merge_counts: int32 of each program, how often it ran on this rank.
+        share_counts, merge_counts: `[programs, 2]` int32, how many exchanges of a program ended and
+            began on this rank.
         waits: `[3]` int64, the nanoseconds that a kernel waits for another rank (polls where there
             is no clock), whether a kernel has waited longer, and the address of `record`.
         limit: of a wait, the first of these.
@@ -76,7 +77,7 @@ class PeerBuffers(NamedTuple):
         shared, merged, lses, runs, to_each, waits = parts
         to_each = to_each[: len(buffers)]
         to_each.copy_(torch.tensor(distances, dtype=torch.int64, device="cpu"))
-        counts = runs.view(torch.int32).view(2, _SLOTS)
+        counts = runs.view(torch.int32).view(2, _SLOTS, 2)
         memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=own.is_cuda)
         given = [limit // timedelta(microseconds=1) * 1000, 0, memory.data_ptr()]
         waits.copy_(torch.tensor(given, dtype=torch.int64, device="cpu"))
@@ -152,4 +153,4 @@ class ShareTile(NamedTuple):
 
 def _sizes() -> list[int]:
     words = [2 * _SLOTS * each for each in (_SHARED_WORDS, MERGED_WORDS, 1)]
-    return [8 * each for each in (*words, _SLOTS, _RANKS, _WAITS)]
+    return [8 * each for each in (*words, 2 * _SLOTS, _RANKS, _WAITS)]

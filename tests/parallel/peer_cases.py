@@ -186,17 +186,17 @@ def after_a_lost_exchange(group: RankGroup) -> str:
 
 
 def two_streams(group: RankGroup) -> str:
-    """Another kernel of this rank has counted the same exchange in the meantime."""
-    late, wrong = peer_words._late, ""
+    """Another kernel of this rank has begun the same exchange."""
+    begun, wrong = peer_words.begun, ""
     for call, counts in ((share, "share_counts"), (merge, "merge_counts")):
         buffers = shared_buffers(group)
         own: torch.Tensor = getattr(buffers, counts)
 
         def beside(*arguments: Any, own: torch.Tensor = own) -> Any:
-            own.copy_(own.new_ones(()))
-            return late(*arguments)
+            own[:, 1].copy_(own.new_ones(()))
+            return begun(*arguments)
 
-        with mock.patch.object(peer_words, "_late", beside):
+        with mock.patch.object(peer_words, "begun", beside):
             try:
                 call(buffers)
                 wrong += f"{counts}: not noticed "

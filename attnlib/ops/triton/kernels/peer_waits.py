@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-__all__ = ["QUERIES", "RESULTS", "TWICE", "counted", "stop_if", "waited"]
+__all__ = ["QUERIES", "RESULTS", "TWICE", "begun", "stop_if", "waited"]
 
 _POLLS: tl.constexpr = tl.constexpr(1 << 10)
 """Reads of words, of about a microsecond each, between two looks at the clock."""
@@ -47,9 +47,9 @@ def waited(polls, began, waits, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def counted(counter, number, ON_GPU: tl.constexpr):
-    """Count exchange `number`; whether another kernel has done so, an int32 for `stop_if`. One
-    thread finds out, and no other one waits for it."""
+def begun(counter, number, ON_GPU: tl.constexpr):
+    """Note that exchange `number` has begun; whether another kernel has done so, an int32 for
+    `stop_if`. One thread finds out, and what follows does not wait for it."""
     if ON_GPU:
         found = tl.inline_asm_elementwise(
             """{

@@ -5,15 +5,15 @@ word of 8, with the number of the exchange: a word is written at once, so whoeve
 has the data, and a transfer takes one way between GPUs, without fences and flags.
 
 Each program has its own words in the buffers, whatever the sizes of a call, and counts its
-exchanges in memory, for replays of a CUDA graph: a word with another number is an older one. An
-older word has the same number only after 2**32 exchanges of smaller heads, which leave it as it is.
-Programs with low ids start first and wait for those of the same rows only, so they need not all run
-at once.
+exchanges in memory, those that ended and those that began, for replays of a CUDA graph: a word with
+another number is an older one. An older word has the same number only after 2**32 exchanges of
+smaller heads, which leave it as it is. Programs with low ids start first and wait for those of the
+same rows only, so they need not all run at once.
 
 Odd and even exchanges have words of their own, so that words are written again only after they have
 been read: a rank begins exchange n + 2 of a program after n + 1, for which the other rank has begun
 its own n + 1, and thus ended the kernel of its n. This holds on one stream at a time. On two, both
-kernels may have the same number, and the one that ends later finds it counted.
+kernels may have the same number, and the one that begins later finds it begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.chunks import aligned
-from attnlib.ops.triton.kernels.peer_waits import QUERIES, RESULTS, TWICE, counted, stop_if, waited
+from attnlib.ops.triton.kernels.peer_waits import QUERIES, RESULTS, TWICE, begun, stop_if, waited
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
 __all__ = ["merge_words_kernel", "share_words_kernel"]
@@ -75,19 +75,20 @@ def share_words_kernel(
         gdc_wait()
         gdc_launch_dependents()
     block, peer = tl.program_id(0) // WORLD, tl.program_id(0) % WORLD
-    number = tl.load(counts + tl.program_id(0)) + 1
+    counter = counts + 2 * tl.program_id(0)
+    number = tl.load(counter) + 1
     blocks: tl.constexpr = (SIZE + LANES - 1) // LANES
     rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
     row = (block // blocks * ROWS + rows).to(tl.int64)
     lane = block % blocks * LANES + lanes
     mask = (row < num_rows)[:, None] & (lane < SIZE)[None, :]
     x = tl.load(own + aligned(row * SIZE, VEC)[:, None] + lane[None, :], mask=mask, other=0)
-    beside = tl.full((), 0, tl.int32)
     if peer != rank:
         inside = rows[:, None] * LANES + lanes[None, :]
         distance = aligned(tl.load(distances + peer) // 8, 8)
         mine = _words_of(block * WORLD + rank, number) * (ROWS * LANES)
         tl.store(words + distance + mine + inside, _numbered(x, number))
+        beside = begun(counter + 1, number, ON_GPU)
         source = words + _words_of(block * WORLD + peer, number) * (ROWS * LANES) + inside
         found = tl.load(source, volatile=True)
         late, polls = _late(found, number), tl.full((), 0, tl.int32)
@@ -96,12 +97,12 @@ def share_words_kernel(
             found = tl.load(source, volatile=True)
             late = _late(found, number)
             polls, began, too_long = waited(polls, began, waits, ON_GPU)
+        stop_if(beside, QUERIES + TWICE, rank, number, waits, ON_GPU)
         stop_if(late, QUERIES, peer, number, waits, ON_GPU)
-        beside = counted(counts + tl.program_id(0), number, ON_GPU)
+        tl.store(counter, number)
         x = found.to(tl.int32)
     offsets = aligned((row * WORLD + peer) * SIZE, VEC)
     tl.store(shared + offsets[:, None] + lane[None, :], x, mask=mask)
-    stop_if(beside, QUERIES + TWICE, rank, number, waits, ON_GPU)
 
 
 @triton.jit
@@ -172,7 +173,8 @@ def merge_words_kernel(
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    number = tl.load(counts + program) + 1
+    counter = counts + 2 * program
+    number = tl.load(counter) + 1
     token, head = (program // num_heads).to(tl.int64), program % num_heads
     peer, lanes = tl.arange(0, WORLD_PAD), tl.arange(0, LANES)
     exists, own = peer < WORLD, peer == rank
@@ -188,6 +190,7 @@ def merge_words_kernel(
     target = words + (distance + mine * WORDS)[:, None] + lanes[None, :]
     tl.store(target, _numbered(x, number), mask=sent[:, None])
     tl.store(lse_words + distance + mine, _numbered(part, number), mask=sent)
+    beside = begun(counter + 1, number, ON_GPU)
 
     from_each = _words_of(program * WORLD + peer, number)
     source = words + (from_each * WORDS)[:, None] + lanes[None, :]
@@ -201,12 +204,13 @@ def merge_words_kernel(
         found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
         late = _late(found, number) | _late(found_lse, number)
         polls, began, too_long = waited(polls, began, waits, ON_GPU)
+    stop_if(beside, RESULTS + TWICE, rank, number, waits, ON_GPU)
     if late != 0:
         of_rank = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 1)
         of_rank |= ((found_lse >> 32).to(tl.int32) != number).to(tl.int32)
         lost = tl.min(tl.where(of_rank != 0, peer, WORLD_PAD))
         stop_if(late, RESULTS, lost, number, waits, ON_GPU)
-    beside = counted(counts + program, number, ON_GPU)
+    tl.store(counter, number)
     x = tl.where(own[:, None], x, found.to(tl.int32))
     part = tl.where(own, part, found_lse.to(tl.int32)).to(tl.float32, bitcast=True)
     # Some kernels report +inf for rows without a key; it counts as -inf.
@@ -238,4 +242,3 @@ def merge_words_kernel(
         tl.store(target + both, tl.interleave(even, odd), mask=both < 2 * SIZE)
     merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
     tl.store(lse + token * stride_lo + head, merged)
-    stop_if(beside, RESULTS + TWICE, rank, number, waits, ON_GPU)
