@@ -15,8 +15,9 @@ new tokens:
 Each implementation runs a row once, which compiles and captures; then `--rounds` runs are timed,
 fewer where they take longer than `--seconds` together. Implementations take turns: after each token
 where nothing is compiled (`attnlib.bench.token_turns`), after each run of compiled models
-(`process_turns`). In `generate_batch` they run one after the other, because each cache takes the
-free memory. Tokens per second follow from medians over the rounds (of each token where these take
+(`process_turns`; with `--together` all their processes start at once, and no row is timed before
+all are ready). In `generate_batch` they run one after the other, because each cache takes the free
+memory. Tokens per second follow from medians over the rounds (of each token where these take
 turns); `ratio` is attnlib's speed to that of the other: of these medians, or the median over the
 runs. `token_ms` is the median of a decode, `first_ms` that of the first decode of a call, and
 `prefill_ms` what comes before it. `compiled` counts the kernels of Triton that the timed runs
@@ -45,6 +46,7 @@ import torch
 import transformers
 from process_turns import ProcessRun
 from torch._dynamo.utils import counters
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 import attnlib.integrations.transformers as integration
 from attnlib.bench.provenance import provenance
@@ -367,33 +369,48 @@ def measurement_of(name: str, few_layers: bool, label: str, implementation: str)
     return Measurement(Stopwatch(model, lambda: run_generate(model, implementation, row, batch)))
 
 
-def compiled_runs(
-    make: Callable[[str], ProcessRun], names: list[str], rounds: int, limit: float, left: float
-) -> tuple[dict[str, Measurement], dict[str, Any]]:
-    """Timed runs of compiled models in turn, and errors by implementation.
+class CompiledRow:
+    """The implementations of a row of compiled models, each in a process that starts at once.
 
     Args:
         make: starts the process of an implementation.
-        names, rounds, limit: as in `measure`.
-        left: seconds until all must be ready.
+        names: the implementations.
     """
-    end = time.perf_counter() + left
-    runs, found, errors = {name: make(name) for name in names}, {}, {}
-    try:
-        for name in names:
+
+    def __init__(self, make: Callable[[str], ProcessRun], names: list[str]) -> None:
+        self._runs, self._errors = {name: make(name) for name in names}, {}
+        self._waits = list(names)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until each process is ready; end those that failed or take longer."""
+        end = time.perf_counter() + seconds
+        while self._waits:
+            name = self._waits.pop()
             try:
-                runs[name].ready(max(0.0, end - time.perf_counter()))
+                self._runs[name].ready(max(0.0, end - time.perf_counter()))
             except RuntimeError as error:
-                errors[name] = {"error": str(error)}
-                runs.pop(name).end()
-        repeat(list(runs.values()), rounds, limit)
-        for name, run in runs.items():
-            found[name] = Measurement.__new__(Measurement)
-            vars(found[name]).update(run.close())
-    finally:
-        for run in runs.values():
+                self._errors[name] = {"error": str(error)}
+                self._runs.pop(name).end()
+
+    def measure(
+        self, rounds: int, limit: float, left: float
+    ) -> tuple[dict[str, Measurement], dict[str, Any]]:
+        """As the function `measure`; no process is waited for longer than `left`."""
+        found = {}
+        try:
+            self.wait(left)
+            repeat(list(self._runs.values()), rounds, limit)
+            for name, run in self._runs.items():
+                found[name] = Measurement.__new__(Measurement)
+                vars(found[name]).update(run.close())
+        finally:
+            self.end()
+        return found, self._errors
+
+    def end(self) -> None:
+        """End the processes."""
+        for run in self._runs.values():
             run.end()
-    return found, errors
 
 
 def measure(
@@ -431,6 +448,15 @@ def measure(
     return measured, errors
 
 
+def installed() -> list[str]:
+    """The implementations that run without another wish."""
+    found = {
+        "flash_attention_2": is_flash_attn_2_available(),
+        "flash_attention_3": is_flash_attn_3_available(),
+    }
+    return ["sdpa", "eager", *(name for name, here in found.items() if here), "attnlib"]
+
+
 def options() -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -447,13 +473,18 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--implementations",
         nargs="+",
-        default=["sdpa", "eager", "flash_attention_2", "flash_attention_3", "attnlib"],
-        help="eager runs for models without sdpa only, unless it is named here",
+        default=installed(),
+        help="default: attnlib, sdpa (eager for models without it), and FlashAttention if installed",
     )
     parser.add_argument("--few-layers", action="store_true", help="fewer layers than the model has")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="compile all compiled rows at once, before the first row",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="for the timed runs of a row")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds for all rows")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds for all rows")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     parser.add_argument("--commit", help="of attnlib, for copies without history")
     given = parser.parse_args()
@@ -462,41 +493,62 @@ def options() -> argparse.Namespace:
     return given
 
 
+def names_of(model: Any, given: argparse.Namespace) -> list[str]:
+    """The implementations that run a model."""
+    names = list(given.implementations)
+    if model._supports_sdpa and not given.eager_too:
+        names.remove("eager")
+    if not model._supports_sdpa and "sdpa" in names:
+        names.remove("sdpa")
+    return names
+
+
 def main() -> None:
     given = options()
     integration.register()
     transformers.logging.set_verbosity_error()
     results: dict[str, Any] = {}
-    models: dict[str, Any] = {}
     started = time.perf_counter()
-    for cell in given.cells:
+    build = functools.cache(lambda name: build_model(name, given.few_layers))
+
+    def start(cell: str) -> CompiledRow:
         name, _, label = cell.partition(" ")
-        left = given.limit - (time.perf_counter() - started)
-        if left <= 0:
-            print(f"{cell} and later rows: not run, {given.limit:.0f} s have passed", flush=True)
-            break
-        limits = given.rounds, given.seconds, left
-        if name not in models:
-            models[name] = build_model(name, given.few_layers)
-        model, row, names = models[name], ROWS[label], list(given.implementations)
-        if model._supports_sdpa and not given.eager_too:
-            names.remove("eager")
-        if not model._supports_sdpa and "sdpa" in names:
-            names.remove("sdpa")
-        if row.run == "compiled":
-            make = functools.partial(ProcessRun, measurement_of, name, given.few_layers, label)
-            measured, found = compiled_runs(make, names, *limits)
-        else:
-            measured, found = measure(model, row, names, *limits)
-        ours = measured.get("attnlib")
-        for each, measurement in measured.items():
-            reference = next(iter(measured.values())).tokens
-            found[each] = measurement.result(reference, None if each == "attnlib" else ours)
-        results[cell] = found
-        print(cell, json.dumps(found), flush=True)
-        if given.out:  # after each row, so that a stopped run keeps the rows before
-            facts = {**provenance(commit=given.commit), "transformers": transformers.__version__}
-            given.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
+        make = functools.partial(ProcessRun, measurement_of, name, given.few_layers, label)
+        return CompiledRow(make, names_of(build(name), given))
+
+    def left() -> float:
+        return given.limit - (time.perf_counter() - started)
+
+    compiled = [cell for cell in given.cells if ROWS[cell.partition(" ")[2]].run == "compiled"]
+    waiting = {cell: start(cell) for cell in compiled if given.together}
+    try:
+        for each in waiting.values():
+            each.wait(left())
+        for cell in given.cells:
+            name, _, label = cell.partition(" ")
+            if left() <= 0:
+                print(f"{cell} and later rows: not run: {given.limit:.0f} s passed", flush=True)
+                break
+            limits = given.rounds, given.seconds, left()
+            if cell in compiled:
+                measured, found = (waiting.get(cell) or start(cell)).measure(*limits)
+            else:
+                names = names_of(build(name), given)
+                measured, found = measure(build(name), ROWS[label], names, *limits)
+            ours = measured.get("attnlib")
+            for each_name, measurement in measured.items():
+                reference = next(iter(measured.values())).tokens
+                counted = None if each_name == "attnlib" else ours
+                found[each_name] = measurement.result(reference, counted)
+            results[cell] = found
+            print(cell, json.dumps(found), flush=True)
+            if given.out:  # after each row, so that a stopped run keeps the rows before
+                facts = provenance(commit=given.commit)
+                facts |= {"transformers": transformers.__version__}
+                given.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
+    finally:
+        for each in waiting.values():
+            each.end()
 
 
 if __name__ == "__main__":
