@@ -474,7 +474,7 @@ def options() -> argparse.Namespace:
         "--implementations",
         nargs="+",
         default=installed(),
-        help="default: attnlib, sdpa (eager for models without it), and FlashAttention if installed",
+        help="default: attnlib, sdpa or, for models without it, eager, FlashAttention if installed",
     )
     parser.add_argument("--few-layers", action="store_true", help="fewer layers than the model has")
     parser.add_argument(
