@@ -50,13 +50,17 @@ def main() -> None:
         own_finish(survey, is_complete)
 
     Survey.finish = finish  # type: ignore[method-assign]
+    one_kernel[(1,)](x, SIZE=8)
+    before = len(LAUNCHED)
     with survey_launches() as survey:
         assert survey is not None
+        one_kernel[(1,)](x, SIZE=8)  # is not new, and may read what a new kernel writes
+        num_known = len(survey.take())
         one_kernel[(1,)](x, SIZE=16)
         _in_thread(lambda: one_kernel[(1,)](x, SIZE=16))
         _in_thread(lambda: one_kernel[(1,)](x, SIZE=32))
         num_new = len(survey.new)
-    during = list(LAUNCHED)
+    during = LAUNCHED[before:]
     one_kernel[(1,)](x, SIZE=16)
 
     first_began, second_began, first_ended = (threading.Event() for _ in range(3))
@@ -85,9 +89,10 @@ def main() -> None:
     print(
         json.dumps(
             {
+                "known": num_known,
                 "new": num_new,
                 "during": during,
-                "after": LAUNCHED[len(during) :],
+                "after": LAUNCHED[before + len(during) :],
                 "second": second,
                 "is_free": is_free,
                 "is_restored": JITFunction.run is own_run and not launches_observed(),

@@ -142,9 +142,9 @@ class Survey:
 
 @contextmanager
 def survey_launches() -> Iterator[Survey | None]:
-    """Inside, this thread's launches of new kernels run nothing: other threads compile these
-    kernels, or find them in Triton's cache, and load them. At the end all are there. Launches by
-    other threads wait for their kernels. Use it where `can_survey`.
+    """Inside, this thread's launches run nothing: other threads compile new kernels, or find them
+    in Triton's cache, and load them. At the end all are there. Launches by other threads wait for
+    their kernels. Use it where `can_survey`.
 
     Yields:
         The survey; None while there is another one, since both would replace Triton's methods: then
@@ -171,10 +171,13 @@ def _replaced_methods() -> Iterator[Survey]:
 
         @functools.wraps(own_run)
         def run(self: Any, *arguments: Any, **options: Any) -> Any:
-            kernel = own_run(self, *arguments, **options)
             if survey.is_own():
+                # Kernels that are not new may read what new ones would have written.
+                kernel = own_run(self, *arguments, **{**options, "warmup": True})
                 survey.note(kernel)
-            elif isinstance(kernel, NotLaunched) and survey.provide(kernel):
+                return kernel
+            kernel = own_run(self, *arguments, **options)
+            if isinstance(kernel, NotLaunched) and survey.provide(kernel):
                 return own_run(self, *arguments, **options)
             return kernel
 
