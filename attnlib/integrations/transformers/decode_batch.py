@@ -64,22 +64,22 @@ class DecodeBatch:
     """One query per row over the keys that it sees.
 
     Attributes:
-        metadata: what the metadata builder returned; it reads `table` and `lengths`.
         table: `[B, bound]` int32 block ids of the visible keys.
         lengths: `[B]` int32 visible keys.
         starts: `[B + 1]` int32, 0 to B.
         ratio: distance between two rows in block ids.
+        metadata: what the metadata builder returned; it reads the tensors.
         bound_call: see `BoundCall`.
         filled_for: number of the step whose table and lengths these are; 0 for none.
         lister: writes table and lengths; None before the first ones.
         shown: keys that every row sees, if the table lists all that there may be; 0 otherwise.
     """
 
-    metadata: AttentionMetadata
     table: torch.Tensor
     lengths: torch.Tensor
     starts: torch.Tensor
     ratio: int
+    metadata: AttentionMetadata = field(init=False)
     bound_call: BoundCall = field(default_factory=BoundCall)
     filled_for: int = 0
     lister: KeyLister | None = None
@@ -129,26 +129,20 @@ def batch_of_visible_keys(layer: Attention, visible: torch.Tensor, ratio: int) -
         ratio: distance between two rows in block ids (`token_pages`).
     """
     (batch, tokens), device = visible.shape, visible.device
-    if is_transient():
-        found = _make(layer, batch, tokens, ratio, device)
-    else:
-        kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
-        key = (
-            "visible",
-            layer.backend,
-            layer.spec,
-            batch,
-            ratio,
-            tokens,
-            device,
-            current_stream(device),
-        )
-        if key not in kept:
-            if len(kept) >= _MAX_BATCHES:
-                kept.clear()
-            kept[key] = _make(layer, batch, tokens, ratio, device)
-        found = kept[key]
+    kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
+    stream = current_stream(device)
+    key = ("visible", layer.backend, layer.spec, batch, ratio, tokens, device, stream)
+    found = None if is_transient() else kept.get(key)
+    if found is not None:
+        found.show(visible)
+        return found
+    found = _make(batch, tokens, ratio, device)
     found.show(visible)
+    _add_metadata(layer, found)
+    if not is_transient():
+        if len(kept) >= _MAX_BATCHES:
+            kept.clear()
+        kept[key] = found
     return found
 
 
@@ -165,11 +159,6 @@ def decode_batch(
         capacity: of `lasting_tokens`; None for keys of this step only.
     """
     device = step.attention_mask.device if step.attention_mask is not None else step.device
-    if capacity is None:
-        bound = _bound(step.width, pattern)
-        made = _make(layer, step.batch_size, bound, ratio, torch.device(device))
-        made.fill(step, pattern)
-        return made
     kept: dict[Any, DecodeBatch] = _local.__dict__.setdefault("batches", {})
     key = (
         layer.backend,
@@ -181,14 +170,19 @@ def decode_batch(
         device,
         current_stream(torch.device(device)),
     )
-    found = kept.get(key)
-    if found is None:
+    found = None if capacity is None else kept.get(key)
+    if found is not None:
+        if found.filled_for != step.number:
+            found.fill(step, pattern)
+        return found
+    bound = _bound(step.width if capacity is None else capacity, pattern)
+    found = _make(step.batch_size, bound, ratio, torch.device(device))
+    found.fill(step, pattern)
+    _add_metadata(layer, found)
+    if capacity is not None:
         if len(kept) >= _MAX_BATCHES:
             kept.clear()
-        bound = _bound(capacity, pattern)
-        found = kept[key] = _make(layer, step.batch_size, bound, ratio, torch.device(device))
-    if found.filled_for != step.number:
-        found.fill(step, pattern)
+        kept[key] = found
     return found
 
 
@@ -221,24 +215,29 @@ def _bound(tokens: int, pattern: Pattern) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def _make(
-    layer: Attention, batch: int, bound: int, ratio: int, device: torch.device
-) -> DecodeBatch:
-    """A batch whose queries see up to `bound` keys, without values."""
+def _make(batch: int, bound: int, ratio: int, device: torch.device) -> DecodeBatch:
+    """A batch whose queries see up to `bound` keys, without values and metadata. Each layer of a
+    recorded graph makes one: values that `show` replaces would be further launches."""
     with torch.inference_mode(False):  # writable in and outside of inference mode
         options: Any = {"dtype": torch.int32, "device": device}
-        table = torch.full((batch, bound), -1, **options)
-        lengths, starts = torch.zeros(batch, **options), torch.arange(batch + 1, **options)
+        sizes = (batch, bound), (batch,), (batch + 1,)
+        table, lengths, starts = (torch.empty(size, **options) for size in sizes)
+    return DecodeBatch(table, lengths, starts, ratio)
+
+
+def _add_metadata(layer: Attention, made: DecodeBatch) -> None:
+    """Make the metadata of a batch that has values: on a CPU builders read them."""
+    (rows, bound), device = made.table.shape, made.table.device
+    with torch.inference_mode(False):
         common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=torch.arange(batch + 1, dtype=torch.int32, device="cpu"),
-            seq_lens=lengths,
-            num_reqs=batch,
-            num_actual_tokens=batch,
+            query_start_loc=made.starts,
+            query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32, device="cpu"),
+            seq_lens=made.lengths,
+            num_reqs=rows,
+            num_actual_tokens=rows,
             max_query_len=1,
             max_seq_len=bound,
-            block_table_tensor=table,
+            block_table_tensor=made.table,
             is_cross_attention=True,  # a row without tokens has more queries than keys
         )
-        metadata = builder_for(layer.backend, layer.spec, device).build(0, common)
-    return DecodeBatch(metadata, table, lengths, starts, ratio)
+        made.metadata = builder_for(layer.backend, layer.spec, device).build(0, common)

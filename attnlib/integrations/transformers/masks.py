@@ -12,6 +12,8 @@ Models that index, concatenate or add masks themselves therefore compute with th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
-from attnlib.integrations.transformers.single_query import single_query_mask
+from attnlib.integrations.transformers.single_query import counted_mask, single_query_mask
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.traced import evaluated_mask, is_compiled
 from attnlib.spec import Window
@@ -136,7 +138,7 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
         and _is_window(pattern)
     )
     if is_plain and given["q_length"] == 1 and _is_cuda(given["device"]):
-        mask = _values(given)
+        mask = _values(given, partial(counted_mask, pattern, given))
         if mask is not None:  # reading the counter would wait
             return describe_tensor(mask, _shown(mask))
     step = StepMask(
@@ -150,7 +152,7 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
         given["device"],
         given["use_vmap"],
     )
-    mask = _values(given, step) if is_plain else None
+    mask = _values(given, partial(single_query_mask, step)) if is_plain else None
     return MaskTensor(step, dtype) if mask is None else describe_tensor(mask, step)
 
 
@@ -176,12 +178,12 @@ def _is_window(pattern: Pattern | None) -> bool:
     return pattern.spans is None and pattern.segments is None
 
 
-def _values(given: dict[str, Any], step: StepMask | None = None) -> torch.Tensor | None:
-    """The mask as values. A single query needs fewer operations with its description."""
+def _values(given: dict[str, Any], few: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """The mask as values, by the few operations that a single query needs, where these suffice."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
-            return _values(given, step)
-    mask = None if step is None else single_query_mask(step)
+            return _values(given, few)
+    mask = few()
     return evaluated_mask(given | {"allow_is_causal_skip": False}) if mask is None else mask
 
 

@@ -69,9 +69,9 @@ def test_a_full_window_keeps_its_batch(
     made: list[int] = []
     make = decode_batch._make
 
-    def counted(layer: Any, batch: int, bound: int, *args: Any) -> Any:
+    def counted(batch: int, bound: int, *args: Any) -> Any:
         made.append(bound)
-        return make(layer, batch, bound, *args)
+        return make(batch, bound, *args)
 
     monkeypatch.setattr(decode_batch, "_make", counted)
     vars(decode_batch._local).clear()  # those of other tests

@@ -14,10 +14,7 @@ from attnlib.integrations.transformers import masks
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
-from attnlib.integrations.transformers.patterns import Pattern
-from attnlib.integrations.transformers.single_query import single_query_mask
 from attnlib.integrations.transformers.step_mask import StepMask
-from attnlib.spec import Window
 from tests.integrations.tiny_models import decoder, padded, prompts, run
 
 
@@ -164,24 +161,6 @@ def test_a_mask_that_shows_everything_is_none_where_the_model_allows_it() -> Non
     assert attnlib_mask(2, 6, 6, **allowed, attention_mask=padding) is not None
     assert attnlib_mask(2, 6, 6, mask_function=both) is not None
     assert attnlib_mask(2, 6, 6, **(allowed | {"mask_function": window})) is not None
-
-
-@pytest.mark.parametrize("padded_keys", [0, 3])
-@pytest.mark.parametrize("window", [None, 4, 40])
-@pytest.mark.parametrize("offset", [0, 5, 11])
-def test_the_mask_of_a_single_query(offset: int, window: int | None, padded_keys: int) -> None:
-    """As transformers evaluates it, also where the padding is shorter than the cache."""
-    function = masking_utils.causal_mask_function
-    if window is not None:
-        function = masking_utils.sliding_window_causal_mask_function(window)
-    padding = None
-    if padded_keys:
-        padding = torch.ones(2, offset + 1, dtype=torch.bool)
-        padding[0, :padded_keys] = False
-    left = None if window is None else window - 1
-    step = StepMask(Pattern(True, Window(left, 0)), 2, 1, 12, offset, 0, function, padding)
-    mask = single_query_mask(step)
-    assert mask is not None and torch.equal(mask, step.dense())
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.integrations.transformers import decode_on_device, masks, opaque, plain
+from attnlib.integrations.transformers import (
+    decode_batch,
+    decode_on_device,
+    masks,
+    opaque,
+    plain,
+)
 from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.layers import Call, builder_for, transient
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.plain import attend_plain
 from attnlib.selection import get_attn_backend
 from tests.integrations.transformers.host_reads import HostReads
+from tests.integrations.transformers.launched_operations import LaunchedOperations
 
 BATCH, HEADS, KV_HEADS, SIZE, KEYS = 3, 4, 2, 16, 21
 
@@ -85,6 +92,13 @@ def test_a_transient_call_has_a_builder_of_its_own() -> None:
     with transient():
         assert builder_for(backend, spec, device) is not kept
     assert builder_for(backend, spec, device) is kept
+
+
+def test_a_batch_is_made_without_launches() -> None:
+    """Every layer of a graph makes one: what its lister writes is not written before."""
+    with LaunchedOperations() as operations:
+        made = decode_batch._make(BATCH, KEYS, KEYS, torch.device("cpu"))
+    assert not operations.names and made.table.shape == (BATCH, KEYS)
 
 
 @pytest.mark.slow

@@ -93,7 +93,14 @@ class Operations(TorchDispatchMode):
 
 
 class NoLaunch:
-    """Stands for a `KeyLister`."""
+    """Stands for a `KeyLister`: rows see no key."""
+
+    def __init__(
+        self, ratio: int, *, table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor
+    ) -> None:
+        table.fill_(-1)
+        lengths.zero_()
+        torch.arange(starts.shape[0], out=starts)
 
     def run(self, visible: torch.Tensor) -> None: ...
 
@@ -106,7 +113,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
     monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
     monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
-    monkeypatch.setattr(decode_batch, "operation", lambda *_: lambda *_, **__: NoLaunch())
+    monkeypatch.setattr(decode_batch, "operation", lambda *_: NoLaunch)
     monkeypatch.setattr(decode_batch, "_local", threading.local())  # its batches never run
     monkeypatch.setattr(row_copy.RowCopy, "run", lambda *_: None)
 
