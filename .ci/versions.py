@@ -1,11 +1,12 @@
 """Run the fast tests with the oldest and the newest versions that pyproject.toml allows.
 
     python3 .ci/versions.py prepare     # environments .ci-oldest and .ci-newest, five minutes each
-    python3 .ci/versions.py test 600    # the test command of the README in each, within 600 seconds
+    python3 .ci/versions.py test 600    # the fast tests in each, within 600 seconds
 
-oldest.txt and newest.txt name the releases. An environment that cannot be had, because an
-interpreter, disk space or a package is missing, and tests that do not end in time, are reported and
-do not fail the run; a test that fails does.
+All tests run, of each at most CASES cases: another version changes what a test calls, seldom one
+value of its parameters. oldest.txt and newest.txt name the releases. An environment that cannot be
+had, because an interpreter, disk space or a package is missing, and tests that do not end in time,
+are reported and do not fail the run; a test that fails does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ NEEDED_BYTES = 12 << 30
 
 LIMIT_SECONDS = 900
 """Of one command that prepares an environment."""
+
+CASES = 4
+"""Of one test with parameters."""
 
 LEAST_SECONDS = 120
 """Of the tests of one environment; with less left they are not started."""
@@ -104,7 +108,7 @@ def test(name: str, deadline: float = math.inf) -> int:
     started = time.monotonic()
     environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
     environment["PATH"] = f"{place / 'bin'}:{os.environ['PATH']}"
-    command = [place / "bin/python", "-m", "pytest", "-q"]
+    command = [place / "bin/python", "-m", "pytest", "-q", "--cases-per-test", str(CASES)]
     try:
         limit = None if left == math.inf else left
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=limit)

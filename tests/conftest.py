@@ -5,7 +5,7 @@ import contextlib
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,9 +74,26 @@ LONGEST = (
 """Files that begin first, so that no process waits for one of them at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if most := config.getoption("--cases-per-test"):
+        left_out = set(items) - set(some_cases(items, most))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def some_cases(items: Iterable[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most so many cases of each test: the first one, the last one and others between them."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = []
+    for cases in by_test.values():
+        count = min(most, len(cases))
+        places = [place * (len(cases) - 1) // max(1, count - 1) for place in range(count)]
+        chosen += [cases[place] for place in places]
+    return chosen
 
 
 def pytest_collection_finish() -> None:
@@ -111,6 +128,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--compile-table", help="file to which the compile tests append registers and spills"
+    )
+    parser.addoption(
+        "--cases-per-test", type=int, help="of each test with parameters, as many spread cases"
     )
     parser.addoption("--hosts", help="folder that tests/hosts/install.py filled, for -m hosts")
     parser.addoption(

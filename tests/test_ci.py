@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import some_cases
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -51,7 +53,8 @@ def test_the_jobs_are_the_bounds_of_the_package(ci: ModuleType) -> None:
 
 def test_the_page_names_the_versions_of_the_jobs(ci: ModuleType) -> None:
     text = (ROOT / "docs" / "tested-configurations.md").read_text()
-    listed = re.findall(r"^\| CI, fast tests \| (.*) \|$", text, re.M)
+    row = rf"^\| CI, fast tests, {ci.CASES} cases of each \| (.*) \|$"
+    listed = re.findall(row, text, re.M)
     assert listed == [" | ".join([ci.PYTHON[name], *_pins(name).values()]) for name in ci.PYTHON]
 
 
@@ -130,6 +133,18 @@ def _stop_the_clock(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] | None = None
 ) -> None:
     monkeypatch.setattr(ci, "time", SimpleNamespace(monotonic=lambda: NOW, sleep=sleep))
+
+
+def test_some_cases_of_each_test_run_with_other_versions() -> None:
+    """The first, the last and others between them; a test without parameters is one case."""
+
+    def cases(*names: str) -> list[Any]:
+        return [SimpleNamespace(nodeid=name) for name in names]
+
+    many, few = [f"a.py::test[{n}]" for n in range(9)], ["a.py::A::test[x]", "a.py::A::test[y]"]
+    found = some_cases(cases(*many, *few, "b.py::test"), 4)
+    assert [item.nodeid for item in found] == [*(many[n] for n in (0, 2, 5, 8)), *few, "b.py::test"]
+    assert [item.nodeid for item in some_cases(cases(*many), 1)] == many[:1]
 
 
 def test_tests_end_with_the_time(
