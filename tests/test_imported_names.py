@@ -29,9 +29,8 @@ def _file(module: str) -> Path | None:
 
 
 @cache
-def _names(module: str) -> set[str] | None:
+def _names(file: Path | None) -> set[str] | None:
     """Names of a module; None for one that may compute them."""
-    file = _file(module)
     if file is None:
         return set()
     found: set[str] = set()
@@ -50,9 +49,13 @@ def missing_names(file: Path) -> Iterator[str]:
     for node in ast.walk(_tree(file)):
         if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
             continue
-        if node.module.partition(".")[0] not in ("attnlib", "tests", "benchmarks"):
+        beside = file.with_name(f"{node.module}.py")  # scripts import those of their folder
+        if beside.is_file():
+            names = _names(beside)
+        elif node.module.partition(".")[0] in ("attnlib", "tests", "benchmarks"):
+            names = _names(_file(node.module))
+        else:
             continue
-        names = _names(node.module)
         for each in node.names if names is not None else ():
             assert names is not None
             if each.name not in {*names, "*"} and _file(f"{node.module}.{each.name}") is None:
@@ -66,7 +69,7 @@ def _exists(name: str) -> bool:
     module = ".".join(parts[:cut])
     if cut == len(parts):
         return True
-    names = _names(module)
+    names = _names(_file(module))
     if names is not None:
         return parts[cut] in names
     try:
@@ -113,3 +116,7 @@ def test_a_missing_name_is_found(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text("from attnlib.errors import ContractError, NoSuchError\n")
     assert list(missing_names(file)) == ["program.py:1: attnlib.errors has no NoSuchError"]
+    (tmp_path / "shapes.py").write_text("SHAPES = {}\n")
+    script = tmp_path / "script.py"
+    script.write_text("from shapes import MODEL, SHAPES\n")
+    assert list(missing_names(script)) == ["script.py:1: shapes has no MODEL"]

@@ -1,4 +1,4 @@
-"""Everything that is measured under vLLM 0.26 on one GPU, one engine after the other.
+"""Everything that is measured under vLLM on one GPU, one engine after the other.
 
     python -m benchmarks.hosts.one_gpu --list
     python -m benchmarks.hosts.one_gpu --out one_gpu.json --limit-seconds 560
@@ -7,9 +7,11 @@
 Rows named NAME/attnlib and NAME/flash are the same engine with attnlib and with vLLM's own backend,
 each in a process of its own. `start-empty` starts without compiled kernels and `start-full` with
 those of earlier rows, whose cache is in the folder of --out; all rows but `start-empty` use that
-cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. `start-parts` also
+cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. Those of `start-empty`
+and `start-shipped` are empty folders, which nothing else uses. `start-parts` also
 writes what its start spends its time on, beside the logs. A row of attnlib in which vLLM's monitor
-saw a new kernel while it served has an error. Each row has a time limit of its own.
+saw a new kernel while it served has an error. Each row has a time limit of its own. Several calls,
+one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
 
 Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
 is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
@@ -67,35 +69,35 @@ class Engine:
 
 
 _PLAIN = "--workloads short one serve"
-_DEEP = "--workloads deep --memory 0.8 --repetitions 3"
+_ALL = f"{_PLAIN} long deep --memory 0.8"
+_DRAFTS = "--workloads one short --n-grams 4"
 ENGINES: dict[str, Engine] = {
     **{
         f"start-empty/{name}": Engine("--workloads", keeps_cache=False, ships_kernels=False)
         for name in BACKENDS
     },
-    **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
     "start-shipped/attnlib": Engine("--workloads", keeps_cache=False),
-    **{f"start-parts/{name}": Engine("--workloads") for name in BACKENDS},
-    **{f"bfloat16/{name}": Engine(_PLAIN) for name in BACKENDS},
-    **{f"fp8/{name}": Engine(f"{_PLAIN} --kv-cache-dtype fp8") for name in BACKENDS},
-    "int8/attnlib": Engine(f"{_PLAIN} --kv-cache-dtype int8_per_token_head"),
+    **{f"bfloat16/{name}": Engine(_ALL, 200) for name in BACKENDS},
+    **{f"fp8/{name}": Engine(f"{_ALL} --kv-cache-dtype fp8", 200) for name in BACKENDS},
     **{f"gemma3/{name}": Engine(f"{_PLAIN} --shape gemma3") for name in BACKENDS},
     "deepseek/attnlib": Engine(f"{_PLAIN} --shape deepseek --block-size 64"),
     "deepseek/flash": Engine(
         f"{_PLAIN} --shape deepseek --block-size 64", backend="FLASH_ATTN_MLA"
     ),
-    **{f"n-grams/{name}": Engine("--workloads one short --n-grams 4") for name in BACKENDS},
-    **{f"long/{name}": Engine("--workloads long") for name in BACKENDS},
-    **{f"deep/{name}": Engine(_DEEP, 150) for name in BACKENDS},
-    **{f"deep-fp8/{name}": Engine(f"{_DEEP} --kv-cache-dtype fp8", 150) for name in BACKENDS},
+    **{f"n-grams/{name}": Engine(_DRAFTS) for name in BACKENDS},
+    **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
+    **{f"start-n-grams/{name}": Engine("--workloads --n-grams 4") for name in BACKENDS},
+    **{f"start-parts/{name}": Engine("--workloads") for name in BACKENDS},
+    "int8/attnlib": Engine(f"{_ALL} --kv-cache-dtype int8_per_token_head", 200),
+    "nvfp4/attnlib": Engine(f"{_ALL} --kv-cache-dtype nvfp4", 200),
+    "int4/attnlib": Engine(f"{_ALL} --kv-cache-dtype int4_per_group", 200),
+    "joined-write/attnlib": Engine("--workloads one short --joined-write"),
     **{
         f"deep-uncached/{name}": Engine("--workloads deep-uncached --memory 0.8", 150)
         for name in BACKENDS
     },
-    **{
-        f"eager/{name}": Engine("--workloads one short serve long --mode eager")
-        for name in BACKENDS
-    },
+    **{f"eager/{name}": Engine("--workloads one short --mode eager") for name in BACKENDS},
+    "eager-joined-write/attnlib": Engine("--workloads one short --mode eager --joined-write"),
 }  # fmt: skip
 """Row -> engine, the most important ones first."""
 TOKENS = {"tokens": (), "tokens-latent": ("latent",)}
@@ -110,11 +112,12 @@ class Run:
         folder: of the results.
         name: of their files, without the suffix.
         end: of the run, by the monotonic clock.
+        caches: folder of Triton's caches; None for one beside the results.
     """
 
-    def __init__(self, folder: Path, name: str, end: float) -> None:
+    def __init__(self, folder: Path, name: str, end: float, caches: Path | None = None) -> None:
         self._lines, self._logs = folder / f"{name}.jsonl", folder / f"{name}.logs"
-        self._caches, self._end = folder / f"{name}.triton", end
+        self._caches, self._end = caches or folder / f"{name}.triton", end
 
     def measure(self, row: str) -> dict[str, Any]:
         """The result of a row; `error` where it has no more than the workloads before."""
@@ -155,8 +158,9 @@ class Run:
         return {"lines": _lines(self._logs / f"{row}-report.log")}
 
     def _cache(self, row: str) -> Path:
-        """The folder of Triton's cache: one for each backend."""
-        return self._caches / row.rpartition("/")[2]
+        """The folder of Triton's cache: one for each backend, and for a row with its own."""
+        keeps = row not in ENGINES or ENGINES[row].keeps_cache
+        return self._caches / (row.rpartition("/")[2] if keeps else row.replace("/", "-"))
 
     def _run(self, row: str, command: list[Any], end: float, dropped: Sequence[str] = ()) -> str:
         """Run a script until it ends, or its row, or the run; why it failed, or "".
@@ -214,9 +218,11 @@ def _end_of(log: Path) -> str:
 
 def main() -> int:
     """Parse the command line and run the rows."""
-    options = rows.parser(__doc__).parse_args()
-    out = options.out or Path("one_gpu.json")
-    run = Run(out.resolve().parent, out.stem, time.monotonic() + options.limit_seconds)
+    parser = rows.parser(__doc__)
+    parser.add_argument("--triton-cache", type=Path, help="folder of Triton's caches")
+    options = parser.parse_args()
+    out, end = options.out or Path("one_gpu.json"), time.monotonic() + options.limit_seconds
+    run = Run(out.resolve().parent, out.stem, end, options.triton_cache)
     measure: Callable[[str], dict[str, Any]] = partial(Run.measure, run)
     return rows.run(options, [*ENGINES, *TOKENS], measure)
 

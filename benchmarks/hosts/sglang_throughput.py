@@ -22,7 +22,8 @@ from typing import Any
 
 from sglang_fa3 import LIBRARY
 from sglang_plugins import enable
-from vllm_throughput import CAPTURED, MODEL, lengths, prompts
+from shapes import SHAPES
+from vllm_throughput import CAPTURED, lengths, prompts
 
 WARM_UP = 4
 """New tokens of the call before each workload."""
@@ -35,7 +36,7 @@ class Engine:
         import sglang
 
         folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(MODEL))
+        (folder / "config.json").write_text(json.dumps(SHAPES["llama"]))
         start = time.perf_counter()
         self._engine = sglang.Engine(
             model_path=str(folder), load_format="dummy", skip_tokenizer_init=True,

@@ -132,14 +132,17 @@ class Engine:
                 "prompt_lookup_min": 2, "prompt_lookup_max": 4,
             }  # fmt: skip
         self.warm_ups = Lines("attnlib", "warmed up")
-        self.late = Lines("vllm.utils.jit_monitor", "during inference")
+        self.late = Lines("vllm.utils.jit_monitor", " during inference: ")
+        backend = _own_name() if arguments.backend == "CUSTOM" else arguments.backend
+        if arguments.joined_write:
+            _join_writes()
         parts = StartParts() if arguments.start_parts else None
         start = time.perf_counter()
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
             enforce_eager=arguments.mode == "eager", max_model_len=arguments.max_model_len,
             max_num_seqs=128, max_num_batched_tokens=8192,
-            gpu_memory_utilization=arguments.memory, attention_backend=arguments.backend,
+            gpu_memory_utilization=arguments.memory, attention_backend=backend,
             kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
             disable_log_stats=not arguments.n_grams, seed=0, tensor_parallel_size=arguments.gpus,
             decode_context_parallel_size=arguments.context_parallel,
@@ -209,6 +212,36 @@ class Engine:
             "median_decode_s": round(statistics.median(sums), 6) if decodes else None,
             "slowest": [[step, round(s, 4)] for s, step in sorted(decodes, reverse=True)[:6]],
         }  # fmt: skip
+
+
+def _own_name() -> str:
+    """The name of attnlib, which this process does not know before plug-ins are loaded."""
+    from vllm.plugins import load_general_plugins
+
+    from attnlib.integrations.vllm.names import backend_name
+
+    load_general_plugins()
+    return backend_name()
+
+
+def _join_writes() -> None:
+    """Let attnlib write keys and values inside attention, to measure what a call of its own costs
+    or saves."""
+    from vllm.forward_context import get_forward_context
+
+    from attnlib.integrations.vllm import backend, impl
+
+    attend = impl.AttnlibImpl.forward
+
+    def write_and_attend(self: Any, layer: Any, *given: Any, **named: Any) -> Any:
+        _query, key, value, memory = given[:4]
+        slots = get_forward_context().slot_mapping.get(layer.layer_name)
+        if slots is not None:
+            self.do_kv_cache_update(layer, key, value, memory, slots)
+        return attend(self, layer, *given, **named)
+
+    backend.AttnlibBackend.forward_includes_kv_cache_update = True
+    impl.AttnlibImpl.forward = write_and_attend  # type: ignore[method-assign]
 
 
 def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
@@ -301,6 +334,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--context-parallel", type=int, default=1, help="ranks that share a cache")
     monitor = "what vLLM does when a kernel is compiled while it serves"
     parser.add_argument("--jit-monitor", choices=("warn", "error"), default="warn", help=monitor)
+    joined = "attnlib writes keys and values inside attention"
+    parser.add_argument("--joined-write", action="store_true", help=joined)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--start-parts", type=Path, help="JSON: what a start spends its time on")
     parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
@@ -317,7 +352,7 @@ def main() -> None:
     engine = Engine(arguments)
     common = {
         "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
-        "shape": arguments.shape, "n_grams": arguments.n_grams,
+        "shape": arguments.shape, "n_grams": arguments.n_grams, "joined": arguments.joined_write,
         "gpus": arguments.gpus, "context_parallel": arguments.context_parallel,
         "vllm": vllm.__version__, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
