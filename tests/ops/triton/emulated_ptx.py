@@ -33,13 +33,13 @@ def _integer(name: str, x: list[int]) -> int:
         return (x[0] << x[1] if name == "shl.b32" else x[0] * x[1]) & 0xFFFFFFFF
     if name == "and.b32":
         return x[0] & x[1]
-    assert name in ("mov.b32", "xor.b32"), name
-    return x[0] if name == "mov.b32" else x[0] ^ x[1]
+    assert name in ("mov.b32", "mov.u32", "xor.b32"), name
+    return x[0] ^ x[1] if name == "xor.b32" else x[0]
 
 
 def emulate(code: str, word: int) -> list[int]:
     """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
-    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
+    registers = {"$4" if "$3" in code else "$2": word, "%lanemask_lt": 0x7FFFFFFF}
     outputs: dict[int, int] = {}
     for text in code[1:-1].split(";"):
         name, _, rest = text.strip().partition(" ")

@@ -19,7 +19,10 @@ __all__ = ["number_ptx"]
 
 _FIRST = 2.0**15
 """First factor of floats whose largest number is out of reach of one."""
-_HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
+_HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, z, w, l, m; "
+_ZERO = "mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; "
+"""Writes 0 to z. No lane has bit 31 of this mask, which ptxas does not know: numbers that are made
+with z stay in registers, and others are copied from uniform registers for each `prmt`."""
 
 
 def number_ptx(number: Number, bits: int) -> str | None:
@@ -90,15 +93,14 @@ def _line4(flip: int, step: float, first: float) -> str:
 def _lookup4(table: Sequence[float]) -> str:
     """A number of 16: `prmt` finds the bytes of four numbers of eight by 3 bits of their codes, and
     chooses between two such results by the last bits."""
-    code = (
-        "and.b32 s, $4, 0x77777777; shr.u32 h, $4, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA; "
-    )
+    code = _ZERO + "and.b32 s, $4, 0x77777777; "
+    code += "shr.u32 h, $4, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA; "
     for word in (("a", "b"), ("c", "d")):
         for byte, target in ((0, "l"), (1, "m")):
             parts = list(_bytes_of(table, byte))
             for half, register in enumerate("xy"):
                 low, high = parts[2 * half : 2 * half + 2]
-                code += f"prmt.b32 {register}, {low}, {high}, s; "
+                code += _found(register, low, high)
             code += f"prmt.b32 {target}, x, y, h; "
         for register, selector in zip(word, ("0x5140", "0x7362"), strict=True):
             code += f"prmt.b32 {register}, l, m, {selector}; "
@@ -106,6 +108,11 @@ def _lookup4(table: Sequence[float]) -> str:
     for part, (first, second) in enumerate((("a", "c"), ("a", "c"), ("b", "d"), ("b", "d"))):
         code += f"prmt.b32 ${part}, {first}, {second}, {('0x5410', '0x7632')[part % 2]}; "
     return code
+
+
+def _found(target: str, low: str, high: str) -> str:
+    """The bytes of four numbers of eight that the 3-bit codes in s name."""
+    return f"xor.b32 w, z, {low}; prmt.b32 {target}, w, {high}, s; "
 
 
 def _bytes_of(numbers: Sequence[float], byte: int) -> Iterator[str]:
@@ -134,12 +141,12 @@ def _signed4(numbers: Sequence[float], mirrored: bool) -> str:
     """Eight numbers, and their negatives, whose codes have the first bit: n + 8 for that of code n,
     or 15 - n if `mirrored`. Products, which other units compute than `prmt`, bring the codes of
     every second part together."""
-    code = (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
+    code = _ZERO + (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
     for part, (mask, factor) in enumerate(((0x07070707, 0x110), (0x70707070, 0x11))):
         code += _codes("$4", mask, mirrored)
         code += f"mul.lo.u32 s, s, {factor:#x}; prmt.b32 s, s, s, 0x0031; "
         for byte, target in enumerate("lm"):
-            code += f"prmt.b32 {target}, {', '.join(_bytes_of(numbers, byte))}, s; "
+            code += _found(target, *_bytes_of(numbers, byte))
         # lop3 0x6A is (signs & mask) ^ m.
         code += f"lop3.b32 m, {'$4' if part else 'x'}, 0x80808080, m, 0x6A; "
         code += f"prmt.b32 ${part}, l, m, 0x6240; prmt.b32 ${part + 2}, l, m, 0x7351; "
