@@ -19,6 +19,7 @@ from attnlib.ops.triton.heuristics.splits import (
     paged_decode_workspace_bytes,
     prefill_splits,
 )
+from attnlib.ops.triton.hopper.latent_plan import latent_decode_workspace_bytes
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
@@ -80,6 +81,19 @@ def test_a_warm_up_runs_the_shortest_prefills_of_each_class_of_rows() -> None:
     assert {*warmup_lengths(_scheduler(), alone, 8)} == {(9,), (17,), (33,)}
     five = warmup_lengths(_scheduler(num_heads=5, num_kv_heads=1), alone, 8)
     assert {*five} == {(9,), (13,), (26,)}  # rows 45, 65, 130
+
+
+def test_prefills_over_latents() -> None:
+    """P10, M7: their workspace holds the partial results of every number of tokens, and a warm-up
+    runs the shortest prefill whose requests are not divided."""
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    for heads, tokens in ((16, 529), (128, 67), (5, 1585)):
+        scheduler = _scheduler(**latent, num_heads=heads)
+        lengths = list(warmup_lengths(scheduler, LIMITS, 8))
+        assert (tokens,) in lengths and (1, tokens) in lengths
+        declared = prefill_bytes(scheduler, LIMITS)
+        need = latent_decode_workspace_bytes(LIMITS.max_num_tokens, heads, 2048, 132)
+        assert 0 < need <= declared
 
 
 def test_composites_warm_up_the_batches_of_both() -> None:

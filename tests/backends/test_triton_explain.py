@@ -118,16 +118,16 @@ def test_latents() -> None:
     """P10: the Hopper kernels over heads are not mentioned."""
     latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
     prefill, decode = _lines(num_heads=16, **latent)
-    assert prefill == "prefill: portable Triton kernel over latents"
+    assert prefill == (
+        "prefill: Hopper kernel over latents from sequence length 513; else portable Triton kernel"
+    )
     assert decode == (
         "decode:  Hopper kernel over latents in batches of 8448 keys and more (one request: "
         "1056); else portable Triton kernel"
     )
     assert "in batches of 4224 keys" in _lines(num_heads=128, **latent)[1]
-    assert (
-        "96 query heads and 1 query tokens; the Hopper decode over latents"
-        in _lines(num_heads=96, **latent)[1]
-    )
+    for line in _lines(num_heads=96, **latent):
+        assert "96 query heads; the Hopper kernel over latents takes up to 64" in line
     assert _lines(num_heads=16, kv_cache_dtype="fp8", **latent)[1] == decode
     assert _lines("sm_80", num_heads=16, **latent) == ["prefill, decode: portable Triton kernels"]
 

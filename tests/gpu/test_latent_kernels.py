@@ -10,9 +10,11 @@ import torch
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.torch import packed_latents as torch_packed
 from attnlib.ops.torch import paged_decode as torch_decode
+from attnlib.ops.torch import paged_prefill as torch_prefill
 from attnlib.ops.torch import selected_attention as torch_selected
 from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
+from attnlib.ops.triton import paged_prefill as triton_prefill
 from attnlib.ops.triton import selected_attention as triton_selected
 from attnlib.ops.triton.hopper import dispatch, select_decodes
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
@@ -273,6 +275,44 @@ def test_decode(name: str) -> None:
             batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
             batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
             max_seq_len=lengths.max_seq_len, out=out, lse=lse, kernels="hopper",
+        )  # fmt: skip
+
+    _compare(name, batch, run)
+
+
+PREFILLS: dict[str, dict[str, Any]] = {
+    "128 heads": {"batch": "q200s2000", "heads": 128},
+    "128 heads, ragged, sinks": {"batch": "q9s9_q300s300_q0s70_q70s4097_q1s600", "heads": 128,
+                                 "sinks": True},
+    "128 heads, few blocks": {"batch": "q20s9000_q9s700", "heads": 128},
+    "16 heads, prompts": {"batch": "3q700", "heads": 16},
+    "16 heads, few blocks over long keys": {"batch": "q100s30000", "heads": 16},
+    "5 heads, float16, blocks of 16, window, cap": {
+        "batch": "q1700s2000_q9s3000", "heads": 5, "block_size": 16, "dtype": torch.float16,
+        "window": (999, 0), "logits_soft_cap": 20.0,
+    },
+    "64 heads, not causal, e4m3": {
+        "batch": "q300s1000_q3s65", "heads": 64, "causal": False, "cache": torch.float8_e4m3fn,
+    },
+    "32 heads, many requests": {"batch": "40q33s900_q1s7", "heads": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill(name: str) -> None:
+    """P10, P5, M4 to M6: with and without splits."""
+    options = dict(PREFILLS[name])
+    text, heads = options.pop("batch"), options.pop("heads")
+    block_size, dtype = options.pop("block_size", 64), options.pop("dtype", torch.bfloat16)
+    batch = _batch(text, heads, block_size, dtype, options.pop("cache", None), **options)
+    lengths = parse_batch(text)
+
+    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+        operation: Any = triton_prefill if use_kernel else torch_prefill
+        operation.paged_prefill(
+            batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
+            batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
+            max_seq_len=lengths.max_seq_len, out=out, lse=lse,
         )  # fmt: skip
 
     _compare(name, batch, run)

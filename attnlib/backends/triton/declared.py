@@ -16,7 +16,13 @@ from attnlib.ops.triton.heuristics.tile_table import work_bounds
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.latent_tiles import FEW_KEYS, FEW_PACKED_KEYS
 from attnlib.ops.triton.hopper.preference import SHORT_DECODE_KEYS, decode_keys
-from attnlib.ops.triton.hopper.sizes import copied_tokens, gathers, most_copied_keys
+from attnlib.ops.triton.hopper.sizes import (
+    LATENT_ROWS,
+    copied_tokens,
+    gathers,
+    latent_head_blocks,
+    most_copied_keys,
+)
 from attnlib.workspace import BatchLimits
 
 __all__ = ["decode_bytes", "prefill_bytes", "seq_len_bounds", "warmup_lengths"]
@@ -54,12 +60,14 @@ def decode_bytes(scheduler: Scheduler, limits: BatchLimits, longest_decode: int)
 def prefill_bytes(scheduler: Scheduler, limits: BatchLimits) -> int:
     """The most scratch memory that prefills within the limits need, whose keys may be divided; 0
     where none is."""
-    shape, chip = scheduler.shape, scheduler.limits
+    shape, chip, dispatch, most = scheduler.shape, scheduler.limits, scheduler.dispatch(), 0
+    if shape.latent and dispatch is not None and not scheduler.batch_invariant:
+        most = dispatch.decode_workspace_bytes(shape, chip, limits.max_num_tokens, LATENT_ROWS)
     splits = _most_prefill_splits(scheduler, limits, limits.max_num_tokens, num_tiles=1)
     if splits == 1:
-        return 0
+        return most
     sizes = (limits.max_num_tokens, shape.num_heads, shape.head_size_v, splits)
-    return prefill_workspace_bytes(*sizes, chip.num_sms)
+    return max(most, prefill_workspace_bytes(*sizes, chip.num_sms))
 
 
 def _most_prefill_splits(
@@ -99,6 +107,15 @@ def warmup_lengths(
             if count > 1:
                 yield (query_len,) * count
         query_len = next_power_of_2(query_len * shape.group) // shape.group + 1
+    blocks = latent_head_blocks(shape.num_heads) if shape.latent else 0
+    if blocks:  # more blocks of query rows than multiprocessors: no request is divided
+        query_len = (
+            LATENT_ROWS * blocks // shape.num_heads * (scheduler.limits.num_sms // blocks) + 1
+        )
+        if longest_decode < query_len <= most:
+            yield (query_len,)
+            if limits.max_num_reqs > 1 and query_len < limits.max_num_tokens:
+                yield 1, query_len
 
 
 def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -> list[int]:

@@ -13,6 +13,7 @@ from attnlib.ops.triton.heuristics.splits import visible_bound
 from attnlib.ops.triton.hopper.preference import (
     LATENT_KEYS_PER_SM,
     LATENT_KEYS_PER_SM_ONE_REQUEST,
+    LATENT_PREFILL_KEYS,
     PAIRS_PER_SM,
     SHORT_DECODE_KEYS,
     decode_keys,
@@ -89,21 +90,23 @@ def no_float8_products(spec: AttentionSpec) -> list[str]:
 
 
 def _latent_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
-    """The lines of layers over latents, whose prefills have no Hopper kernel."""
+    """The lines of layers over latents."""
     chip = HopperChip(capability)
     reasons = latent_unsupported_reasons(layer_shape(spec), call_features(spec), chip)
     if spec.score_function is not None:
         reasons.append(f"score_function={spec.score_function}: portable kernels only")
-    prefill, portable = "prefill: portable Triton kernel over latents", "portable Triton kernel"
+    portable = "portable Triton kernel"
     if reasons:
-        return [prefill, f"decode:  {portable} over latents ({'; '.join(reasons)})"]
+        line = f"{portable} over latents ({'; '.join(reasons)})"
+        return [f"prefill: {line}", f"decode:  {line}"]
     blocks = latent_head_blocks(spec.num_heads)
     one, keys = (
         -(-per_sm * NUM_SMS // blocks)
         for per_sm in (LATENT_KEYS_PER_SM_ONE_REQUEST, LATENT_KEYS_PER_SM)
     )
     return [
-        prefill,
+        f"prefill: Hopper kernel over latents from sequence length {LATENT_PREFILL_KEYS + 1}; else "
+        f"{portable}",
         f"decode:  Hopper kernel over latents in batches of {keys} keys and more (one request: "
         f"{one}); else {portable}",
     ]

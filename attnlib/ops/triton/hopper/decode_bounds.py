@@ -33,8 +33,10 @@ def supports_decode(shape: LayerShape, limits: DeviceLimits, max_query_len: int)
         limits: the chip.
         max_query_len: upper bound of the query lengths, in tokens.
     """
-    reasons = latent_unsupported_reasons if shape.latent else decode_unsupported_reasons
-    return not reasons(shape, CallFeatures(), limits, max_query_len)
+    features = CallFeatures()
+    if shape.latent:
+        return not latent_unsupported_reasons(shape, features, limits)
+    return not decode_unsupported_reasons(shape, features, limits, max_query_len)
 
 
 def shared_decode_shape(shape: LayerShape, limits: DeviceLimits) -> tuple[int, int] | None:

@@ -50,6 +50,8 @@ PDL_OPTIONS = {"enable_fp_fusion": True, "launch_pdl": True}
 _NUM_BATCH_VALUES = 7
 """Values of a batch that the kernels take, besides those of its score function."""
 _UNBOUNDED = 1 << 30
+_NO_PARTIALS: tuple[Any, ...] = (None, None, None)
+"""Partial results of launches without splits."""
 
 
 def unbounded(number: int) -> int:
@@ -179,34 +181,44 @@ class HopperDecode:
         return self.launches(True)
 
     def with_scratch(self, batch: BatchTensors) -> BatchTensors:
-        """The batch: without counters the combine kernel runs."""
-        return batch
+        """The batch, with a workspace of `workspace_bytes`: without counters the combine kernel
+        runs."""
+        held = 0 if batch.workspace is None else batch.workspace.nbytes
+        if held >= self.workspace_bytes:
+            return batch
+        device = batch.query_start_loc.device
+        space = torch.empty(self.workspace_bytes // 4, dtype=torch.float32, device=device)
+        return batch._replace(workspace=space)
 
     def addresses(self, batch: BatchTensors) -> tuple[Any, ...] | None:
         """The values of a batch for direct launches; None if its workspace is not aligned.
         `workspace` holds at least `workspace_bytes`."""
         starts, lens, table, _, _, space, counters = batch[:7]
-        assert space is not None and table is not None
-        outputs, score = space.data_ptr(), batch.score_tensors
-        if outputs & ALIGNMENT:
-            return None
+        assert table is not None
+        score, partials = batch.score_tensors, _NO_PARTIALS
+        if self.workspace_bytes:
+            assert space is not None
+            outputs = space.data_ptr()
+            if outputs & ALIGNMENT:
+                return None
+            partials = (outputs, outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset)
         lists = (None if self.packed else starts.data_ptr(), lens.data_ptr(), table.data_ptr())
-        partials = (outputs, outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset)
         counted = None if counters is None or self.combine is not None else counters.data_ptr()
         return (*lists, *partials, counted, *(batch_score_values(score, True) if score else ()))
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
         """The values of a batch for launches by Triton."""
-        partials = batch.workspace
-        assert partials is not None
-        if partials.dtype != torch.float32:
-            partials = partials.view(torch.float32)
-        lses, headers = partials[self.lse_offset :], partials[self.header_offset :]
+        space, partials = batch.workspace, _NO_PARTIALS
+        if self.workspace_bytes:
+            assert space is not None
+            space = space.view(torch.float32)
+            headers = space[self.header_offset :].view(torch.int32)
+            partials = (space, space[self.lse_offset :], headers)
         starts = None if self.packed else batch.query_start_loc
         counters = batch.counters if self.combine is None else None
         lists = (starts, batch.seq_lens, batch.block_table)
         scores = batch_score_values(batch.score_tensors, False)
-        return (*lists, partials, lses, headers.view(torch.int32), counters, *scores)
+        return (*lists, *partials, counters, *scores)
 
     @cached_property
     def _descriptors(self) -> LaunchCache:

@@ -2,7 +2,7 @@
 
 select_prefills  whether a prefill serves a call, and with which tile
 select_decodes   whether a decode or a batch-invariant kernel serves a call, and with which tile
-select_packed_latents  whether the decode over latents serves a call over packed ones
+select_latents   whether the kernel over latents serves a call
 decode_bounds    support, workspace and counters of layers, before there is a call
 """
 
@@ -20,7 +20,7 @@ from attnlib.ops.triton.hopper.select_decodes import (
     select_packed_decode,
     select_shared_decode,
 )
-from attnlib.ops.triton.hopper.select_packed_latents import run_packed_latents
+from attnlib.ops.triton.hopper.select_latents import run_packed_latents
 from attnlib.ops.triton.hopper.select_prefills import (
     select_page_prefill,
     select_prefill,

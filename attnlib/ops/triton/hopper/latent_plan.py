@@ -1,4 +1,4 @@
-"""Host side of the Hopper decode over latents: grid and constants.
+"""Host side of the Hopper kernel over latents, of decodes and prefills: grid and constants.
 
 It is launched as a `decode_launches.HopperDecode`, with blocks of up to 64 query rows in the place
 of KV heads: up to 64 query heads of one or more query tokens of a request.
@@ -18,11 +18,11 @@ from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
 from attnlib.ops.triton.hopper.kernels.latent_decode import hopper_latent_decode_kernel
 from attnlib.ops.triton.hopper.kernels.latent_splits import LatentConfig
 from attnlib.ops.triton.hopper.kernels.latent_swap_ab import hopper_latent_swap_ab_kernel
+from attnlib.ops.triton.hopper.latent_grid import LatentGrid
 from attnlib.ops.triton.hopper.latent_tiles import LatentTile, choose_latent_tile
 from attnlib.ops.triton.hopper.sizes import (
     LATENT_ROWS,
     LATENT_SIZES,
-    latent_blocks,
     latent_head_blocks,
 )
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
@@ -59,20 +59,20 @@ def _workspace_bytes(ranges: int, rows: int, num_headers: int) -> int:
 
 
 def _combine_tile(
-    num_reqs: int, num_tokens: int, num_heads: int, head_size_v: int, num_ranges: int
+    num_reqs: int, num_tokens: int, num_heads: int, head_size_v: int, num_ranges: int | None
 ) -> dict[str, int]:
     """Return the tile of the combine kernel: heads, elements, splits loaded together, warps.
 
     With few rows, up to four programs share a row. Each loads the splits that requests of equal
     lengths have together, in at most 64 registers of each thread. Requests and tokens count as
     powers of 2, and `num_ranges` is that of requests with one block of query tokens, so that a
-    warm-up over powers of 2 compiles every variant.
+    warm-up over powers of 2 compiles every variant. Without `num_ranges` there is one variant.
     """
     num_reqs, num_tokens = map(triton.next_power_of_2, (num_reqs, num_tokens))
     num_rows, group = num_tokens * num_heads, num_heads // latent_head_blocks(num_heads)
-    if num_rows > _FEW_RESULTS:
+    if num_ranges is None or num_rows > _FEW_RESULTS:
         # Most programs of many requests only see that there is one split: fewer take less time.
-        warps = 8 if 2 * num_reqs > num_ranges else 4
+        warps = 4 if num_ranges is None or 2 * num_reqs <= num_ranges else 8
         heads = min(warps, triton.next_power_of_2(group))
         return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": warps}
     blocks = triton.cdiv(max(1, num_tokens // num_reqs), LATENT_ROWS // group)
@@ -93,6 +93,7 @@ def prepare_latent_decode(
     max_ctas: int | None = None,
     tile: LatentTile | None = None,
     keys_per_sm: int | None = None,
+    is_prefill: bool = False,
 ) -> HopperDecode:
     """Prepare the launches of calls like this one; at least one query and block.
 
@@ -103,23 +104,24 @@ def prepare_latent_decode(
         max_ctas: CTAs that may run at a time; None means one per SM.
         tile: None chooses it.
         keys_per_sm: see `choose_latent_tile`.
+        is_prefill: requests are not divided where their tokens fill the chip, and one combine
+            kernel serves all batches.
     """
     query, key, out, params, shape = call.query, call.key, call.out, call.params, call.shape
-    head_blocks = latent_head_blocks(shape.num_heads)
-    blocks, group = latent_blocks(shape.num_heads, max_query_len), shape.num_heads // head_blocks
-    block_tokens, (left, right) = min(max_query_len, LATENT_ROWS // group), params.window
-    rows, is_quantized = group * block_tokens, call.value.dtype.itemsize == 1
+    (left, right), is_quantized = params.window, call.value.dtype.itemsize == 1
     packed = call.value.dtype != key.dtype
+    grid = LatentGrid.of(call, max_query_len, max_ctas or call.limits.num_sms, is_prefill)
+    rows, blocks = grid.rows, grid.blocks
     tile = tile or choose_latent_tile(rows, blocks, is_quantized, packed, keys_per_sm)
-    resident = max_ctas or call.limits.num_sms
-    ctas = workers_per_head(resident, blocks, 1) * blocks
-    num_partials, (size, size_v) = 2 * ctas * tile.ranges * rows, shape.head_sizes
-    token_blocks = blocks // head_blocks if blocks > head_blocks else None
+    num_ranges, combine, workspace = grid.ctas * tile.ranges, None, 0
+    if not grid.whole:
+        ranges = None if is_prefill else grid.ranges * tile.ranges
+        combine = _combine_launch(call, grid.group, ranges)
+        workspace = _workspace_bytes(num_ranges, rows, call.num_tokens * grid.head_blocks)
+    num_partials, (size, size_v) = 2 * num_ranges * rows, shape.head_sizes
     by_address = packed or tile.converts
-    if by_address:
-        strides: tuple[int | None, ...] = key.stride()[:2]
-    else:
-        strides = (None if tile.swaps else (key.stride(1) == size) * key.stride(0), None)
+    dense = None if tile.swaps else (key.stride(1) == size) * key.stride(0)
+    strides = key.stride()[:2] if by_address else (dense, None)
     assert is_quantized or not isinstance(params.k_scale, Tensor)
     return HopperDecode(
         limits=call.limits,
@@ -128,7 +130,7 @@ def prepare_latent_decode(
         is_quantized=is_quantized,
         key_address=(KEY_CACHE,) if by_address or not tile.swaps else (None,),
         takes_scores=False,
-        last_strides=(*strides, token_blocks),
+        last_strides=(*strides, grid.token_blocks),
         views=_views(call),
         scale=params.scale if is_quantized else params.scale * float(params.k_scale),
         score_sizes=(),
@@ -141,11 +143,9 @@ def prepare_latent_decode(
         combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride, blocks),
         lse_offset=num_partials * size_v,
         header_offset=num_partials * (size_v + 1),
-        workspace_bytes=_workspace_bytes(ctas * tile.ranges, rows, call.num_tokens * head_blocks),
-        attend=_attend_launch(call, group, blocks, tile, ctas),
-        combine=_combine_launch(
-            call, group, workers_per_head(resident, head_blocks, 1) * tile.ranges
-        ),
+        workspace_bytes=workspace,
+        attend=_attend_launch(call, grid, tile),
+        combine=combine,
     )
 
 
@@ -156,26 +156,17 @@ def _views(call: AttentionCall) -> tuple[CacheView, CacheView]:
     return CacheView.of(call.key, box, size - size_v), CacheView.of(call.value, box, size_v // 4)
 
 
-def _attend_launch(
-    call: AttentionCall, group: int, blocks: int, tile: LatentTile, ctas: int
-) -> BoundLaunch:
-    """The attention kernel.
-
-    Args:
-        group: query heads of a CTA.
-        blocks: of query rows of a request.
-        tile: of a CTA.
-        ctas: of the grid.
-    """
+def _attend_launch(call: AttentionCall, grid: LatentGrid, tile: LatentTile) -> BoundLaunch:
+    """The attention kernel."""
     shape, params, (left, right) = call.shape, call.params, call.params.window
     stored, groups = kv_kind(call.value.dtype, has_fp8=False), call.value.dtype != call.key.dtype
     config = LatentConfig(
-        HEAD_BLOCKS=shape.num_heads // group,
-        MANY_TOKENS=blocks * group > shape.num_heads,
-        GROUP=group,
+        HEAD_BLOCKS=grid.head_blocks,
+        MANY_TOKENS=grid.whole or grid.blocks > grid.head_blocks,
+        GROUP=grid.group,
         DV=shape.head_size_v,
         ROTARY=shape.head_size - shape.head_size_v,
-        TILE_TOKENS=tile.rows * (tile.workers if tile.shares else 1) // group,
+        TILE_TOKENS=tile.rows * (tile.workers if tile.shares else 1) // grid.group,
         BLOCK_SIZE=shape.block_size,
         ROWS=tile.rows,
         CAUSAL=bool(params.causal),
@@ -201,20 +192,22 @@ def _attend_launch(
         STORED_KIND=stored if tile.converts else KV_PLAIN.value,
         STORED_GROUPS=groups and tile.converts,
         HALVED=tile.halved and not groups and call.query.dtype == torch.bfloat16,
+        WHOLE=grid.whole,
     )
     options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, "CONFIG": config}
     if tile.registers is not None:
         options["maxnreg"] = tile.registers
     kernel = hopper_latent_swap_ab_kernel if tile.swaps else hopper_latent_decode_kernel
-    return BoundLaunch(kernel, (ctas, 1, 1), options)
+    return BoundLaunch(kernel, (grid.ctas, 1, 1), options)
 
 
-def _combine_launch(call: AttentionCall, group: int, num_ranges: int) -> BoundLaunch:
+def _combine_launch(call: AttentionCall, group: int, num_ranges: int | None) -> BoundLaunch:
     """The kernel that combines splits.
 
     Args:
         group: query heads of a CTA.
-        num_ranges: ranges of the line of all tiles, if requests have one block of query tokens.
+        num_ranges: ranges of the line of all tiles, if requests have one block of query tokens;
+            None for a tile that serves any batch.
     """
     num_heads, size_v = call.shape.num_heads, call.shape.head_size_v
     tile = _combine_tile(call.num_reqs, call.num_tokens, num_heads, size_v, num_ranges)

@@ -13,6 +13,7 @@ __all__ = [
     "HOPPER_DECODE_KEYS",
     "LATENT_KEYS_PER_SM",
     "LATENT_KEYS_PER_SM_ONE_REQUEST",
+    "LATENT_PREFILL_KEYS",
     "PAIRS_PER_SM",
     "SHORT_DECODE_KEYS",
     "decode_keys",
@@ -33,6 +34,10 @@ Measured on an H200 (docs/kernel-notes.md), Hopper / portable in microseconds:
 LATENT_KEYS_PER_SM_ONE_REQUEST = 8
 """`LATENT_KEYS_PER_SM` for a single request: 9.1 / 10.9 us for 1k latents and 16 heads, 11.7 / 13.9
 for 4k, 18.4 / 19.0 for 1k and 128 heads, 18.6 / 20.8 for 2k. Fewer were not measured."""
+
+LATENT_PREFILL_KEYS = 512
+"""Longest sequence, a power of 2, up to which prefills over latents use the portable kernel. Not
+tuned."""
 
 
 # Measured on an NVIDIA H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0, 2026-11-21) with

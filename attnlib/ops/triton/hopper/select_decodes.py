@@ -27,17 +27,22 @@ from attnlib.ops.triton.hopper.decode_bounds import num_counters
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
+from attnlib.ops.triton.hopper.select_latents import select_latents
 from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
 from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
-    latent_unsupported_reasons,
     shared_decode_unsupported_reasons,
 )
 from attnlib.ops.triton.hopper.tensor_support import are_readable
 
-__all__ = ["select_decode", "select_invariant", "select_packed_decode", "select_shared_decode"]
+__all__ = [
+    "select_decode",
+    "select_invariant",
+    "select_packed_decode",
+    "select_shared_decode",
+]
 
 _MOST_PAIRS = 16
 """Pairs per multiprocessor from which all numbers have the same tile."""
@@ -61,7 +66,9 @@ def select_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode
         schedule: the bounds of its batch.
     """
     if call.shape.latent:
-        return _select_latent_decode(call, schedule)
+        return select_latents(
+            call, schedule.max_query_len, schedule.max_ctas, schedule.hopper_keys_per_sm
+        )
     shape, params, limits = call.shape, call.params, call.limits
     features, max_query_len = CallFeatures.of(params), schedule.max_query_len
     if decode_unsupported_reasons(shape, features, limits, max_query_len):
@@ -125,21 +132,6 @@ def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile | 
         one_warp=one_warp,
         tuned=call.limits.tuned,
     )
-
-
-def _select_latent_decode(call: AttentionCall, schedule: DecodeSchedule) -> HopperDecode | None:
-    """`select_decode` for values that are a prefix of the keys."""
-    params, limits, max_query_len = call.params, call.limits, schedule.max_query_len
-    features = CallFeatures.of(params)
-    if latent_unsupported_reasons(call.shape, features, limits, max_query_len):
-        return None
-    tensors = (call.query, call.key, call.value, call.out)
-    if features.score_function or not are_readable(*tensors, params):
-        return None
-    from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
-
-    keys_per_sm = schedule.hopper_keys_per_sm
-    return prepare_latent_decode(call, max_query_len, schedule.max_ctas, keys_per_sm=keys_per_sm)
 
 
 def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:

@@ -25,12 +25,15 @@ from attnlib.ops.triton.hopper.converted_prefill import (
     prepare_converted_prefill,
     prepare_float8_prefill,
 )
+from attnlib.ops.triton.hopper.decode_launches import HopperDecode
+from attnlib.ops.triton.hopper.preference import LATENT_PREFILL_KEYS
 from attnlib.ops.triton.hopper.prefill_geometry import PrefillGeometry
 from attnlib.ops.triton.hopper.prefill_plan import (
     QUERIES_IN_REGISTERS,
     HopperPrefill,
     prepare_hopper_prefill,
 )
+from attnlib.ops.triton.hopper.select_latents import select_latents
 from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
@@ -52,7 +55,7 @@ bound is not tuned."""
 
 def select_prefill(
     call: AttentionCall, divides_keys: bool = False
-) -> HopperPrefill | ConvertedPrefill | None:
+) -> HopperPrefill | ConvertedPrefill | HopperDecode | None:
     """The Hopper prefill for calls of this signature; None where the plain kernel serves them.
 
     Args:
@@ -61,6 +64,10 @@ def select_prefill(
             which run concurrently.
     """
     shape, params, limits = call.shape, call.params, call.limits
+    if shape.latent:
+        # A class of lengths begins after a power of 2 (`BatchTensors.length_class`).
+        is_long = call.batch.max_seq_len > LATENT_PREFILL_KEYS
+        return select_latents(call, call.max_query_len, is_prefill=True) if is_long else None
     if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
         return None
     key, batch = call.key, call.batch

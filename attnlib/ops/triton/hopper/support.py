@@ -28,7 +28,6 @@ from attnlib.ops.triton.hopper.sizes import (
     SHARED_HEAD_SIZE,
     SMALL_SIZES,
     decode_rows,
-    latent_blocks,
     latent_head_blocks,
 )
 
@@ -160,47 +159,36 @@ def shared_decode_unsupported_reasons(shape: LayerShape, chip: Chip) -> list[str
     return reasons
 
 
-def latent_unsupported_reasons(
-    shape: LayerShape, features: CallFeatures, chip: Chip, max_query_len: int = 1
-) -> list[str]:
-    """Return why the Hopper decode over latents does not support a batch; empty if it does.
+def latent_unsupported_reasons(shape: LayerShape, features: CallFeatures, chip: Chip) -> list[str]:
+    """Return why the Hopper kernel over latents, of decodes and prefills, does not support a layer;
+    empty if it does.
 
     Args:
         shape: sizes and dtypes of the layer.
         features: what its calls use.
         chip: the chip.
-        max_query_len: upper bound of the query lengths, in tokens.
     """
-    kernel = "Hopper decode over latents"
-    blocks = latent_blocks(shape.num_heads, max_query_len)
+    kernel = "Hopper kernel over latents"
     reasons = latent_reasons(kernel, shape, chip)
     if shape.cache_dtype in FLOAT8:
         features = features._replace(tensor_scales=False)
-    if not blocks or blocks > chip.num_sms:
+    if not latent_head_blocks(shape.num_heads):
         reasons.append(
-            f"{shape.num_heads} query heads and {max_query_len} query tokens; the {kernel} takes "
-            "up to 64 heads, or a multiple of 64, with at most one block of "
-            f"{LATENT_ROWS} rows per multiprocessor"
+            f"{shape.num_heads} query heads; the {kernel} takes up to {LATENT_ROWS}, or a multiple "
+            f"of {LATENT_ROWS}"
         )
     return reasons + feature_reasons(kernel, features)
 
 
 def packed_latents_unsupported_reasons(
-    shape: LayerShape, features: CallFeatures, chip: Chip, max_query_len: int
+    shape: LayerShape, features: CallFeatures, chip: Chip
 ) -> list[str]:
-    """Return why the Hopper decode over latents does not support a batch over packed ones (P14);
-    empty if it does.
-
-    Args:
-        shape: sizes and dtypes of the layer, with the dtype of the elements of the values.
-        features: what its calls use.
-        chip: the chip.
-        max_query_len: upper bound of the query lengths, in tokens.
-    """
-    reasons = latent_unsupported_reasons(shape, features, chip, max_query_len)
+    """`latent_unsupported_reasons` for packed latents (P14); `shape` has the dtype of the elements
+    of the values."""
+    reasons = latent_unsupported_reasons(shape, features, chip)
     if shape.query_dtype != torch.bfloat16:
         reasons.append(
-            f"query has dtype {shape.query_dtype}; the Hopper decode over packed latents takes "
+            f"query has dtype {shape.query_dtype}; the Hopper kernel over packed latents takes "
             "bfloat16, the dtype of a part of them"
         )
     return reasons

@@ -721,6 +721,15 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
     "latent-16-packed-converted": {"heads": 16, "packed": True, "tile": CONVERTED_COLUMNS},
     "latent-32": {"heads": 32},
     "latent-16-e4m3-one-worker": {"heads": 16, "cache": E4M3, "tile": ONE_WORKER},
+    "latent-128-prefill": {"heads": 128, "query": 200},
+    "latent-5-prefill-page16-all": {
+        "heads": 5,
+        "query": 3000,
+        "n": 16,
+        "lse": True,
+        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
+    },
+    "latent-128-prefill-e4m3": {"heads": 128, "query": 200, "cache": E4M3},
     "latent-64-all": {
         "heads": 64,
         "lse": True,

@@ -96,6 +96,16 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": "q1s200_q1s70", "heads": 32, "packed": True, "sinks": True, "broken": 200,
         "tile": CONVERTED_COLUMNS._replace(rows=32, stages=10),
     },
+    "128 heads, prefills, sinks, more blocks than multiprocessors": {
+        "batch": "q3s300_q0s5_q2s2_q1s130", "heads": 128, "sinks": True, "ctas": 1,
+    },
+    "5 heads, prefills, blocks of 16, window, cap, more blocks than multiprocessors": {
+        "batch": "q40s170_q9s300", "heads": 5, "block_size": 16, "ctas": 2, **_LIMITS,
+    },
+    "64 heads, prefills, e4m3, not causal, more blocks than multiprocessors, converted": {
+        "batch": "q3s300_q1s65", "heads": 64, "cache": E4M3, "ctas": 2, "causal": False,
+        "tile": CONVERTED,
+    },
     "32 heads": {
         "batch": "2q1s300_q1s65", "heads": 32, "tile": COLUMNS_32,
     },

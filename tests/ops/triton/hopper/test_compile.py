@@ -105,6 +105,7 @@ FEW_ROWS = [
         for case in ALL_LATENT
         if case.split("-")[1] in ("5", "16")
         and "256" not in case
+        and "prefill" not in case
         and case not in BYTES
         and case not in CONVERTED
     ),
@@ -114,7 +115,7 @@ latents."""
 LATENT_SAMPLE = [
     "latent-64-all", "latent-5-verify-page16-all", "selected-64-blocks-all", "selected-16-all",
     "selected-16-splits-lse", "latent-32-verify-e4m3-all", "latent-32-verify-packed-all",
-    "latent-32-e4m3-all",
+    "latent-32-e4m3-all", "latent-5-prefill-page16-all",
 ]  # fmt: skip
 STREAM_SAMPLE = ["streams-64-lists-splits"]
 MAX_LATENT_STACK = 240

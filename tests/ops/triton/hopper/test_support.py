@@ -215,7 +215,6 @@ def test_latents_on_hopper_need_keys() -> None:
 
 def _latent(
     heads: int = 16,
-    tokens: int = 1,
     *,
     capability: tuple[int, int] = (9, 0),
     query_bias: bool = False,
@@ -223,13 +222,13 @@ def _latent(
 ) -> list[str]:
     shape = LayerShape(heads, 1, 576, 512, BF16, BF16, 64, latent=True)._replace(**changes)
     features = CallFeatures(query_bias=query_bias)
-    return latent_unsupported_reasons(shape, features, Chip(capability), tokens)
+    return latent_unsupported_reasons(shape, features, Chip(capability))
 
 
-def test_decodes_over_latents() -> None:
+def test_latents_of_any_number_of_tokens() -> None:
     """P10: blocks of up to 64 rows: up to 64 heads of one or more tokens."""
-    for heads, tokens in ((1, 8), (5, 12), (16, 4), (16, 8), (64, 1), (128, 1), (128, 8)):
-        assert _latent(heads, tokens) == []
+    for heads in (1, 5, 16, 64, 128):
+        assert _latent(heads) == []
     blocks = [latent_blocks(*sizes) for sizes in ((5, 12), (5, 13), (16, 8), (20, 7), (128, 8))]
     assert blocks == [1, 2, 2, 3, 16]
     assert [latent_head_blocks(heads) for heads in (1, 64, 65, 96, 128, 192)] == [1, 1, 0, 0, 2, 3]
@@ -238,11 +237,7 @@ def test_decodes_over_latents() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"heads": 96},
-            "96 query heads and 1 query tokens; the Hopper decode over latents takes up to",
-        ),
-        ({"heads": 128, "tokens": 70}, "128 query heads and 70 query tokens"),
+        ({"heads": 96}, "96 query heads; the Hopper kernel over latents takes up to 64"),
         ({"head_size_v": 576}, r"head sizes \(576, 576\)"),
         ({"block_size": 24}, "block_size 24"),
         ({"capability": (10, 0)}, "needs 9.0"),
@@ -263,9 +258,9 @@ def test_float8_latents() -> None:
         assert latent_unsupported_reasons(shape, features, chip) == []
         (found,) = selected_latents_unsupported_reasons(shape, CallFeatures(), chip)
         assert "needs that of the query" in found
-    assert packed_latents_unsupported_reasons(shape, CallFeatures(), chip, 4) == []
+    assert packed_latents_unsupported_reasons(shape, CallFeatures(), chip) == []
     (found,) = packed_latents_unsupported_reasons(
-        shape._replace(query_dtype=torch.float16), CallFeatures(), chip, 1
+        shape._replace(query_dtype=torch.float16), CallFeatures(), chip
     )
     assert "takes bfloat16" in found
 

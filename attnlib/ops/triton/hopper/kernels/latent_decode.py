@@ -4,7 +4,8 @@ A CTA has the two consumer warpgroups of `latent_steps` and a warp that loads la
 three parts: two halves of the values and the rotary part. Over 8-bit caches four warps load and
 convert them instead (`latent_converter`). It attends with a block of up to 64 query
 rows of a request, all of which read the one KV head of the cache. The unit of the work distribution
-(`latent_splits`) is a pair of tiles. Uses of the shared memory are counted across splits, so the
+(`latent_splits`) is a pair of tiles. Prefills whose blocks fill the chip have one CTA for each
+block (WHOLE). Uses of the shared memory are counted across splits, so the
 first latents of a split are loaded while the one before it ends.
 """
 
@@ -21,7 +22,6 @@ from attnlib.ops.triton.hopper.kernels.decode_call import (
     Queries,
 )
 from attnlib.ops.triton.hopper.kernels.kv_scales import (
-    factor_without_keys,
     load_kv_scale,
     sums_of_keys,
     with_key_scale,
@@ -34,74 +34,21 @@ from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
 )
 from attnlib.ops.triton.hopper.kernels.latent_loader import load_range
 from attnlib.ops.triton.hopper.kernels.latent_pages import LatentCache
-from attnlib.ops.triton.hopper.kernels.latent_rows import normalizers, query_rows
-from attnlib.ops.triton.hopper.kernels.latent_splits import MOST_BLOCKS, place_of, split_at
+from attnlib.ops.triton.hopper.kernels.latent_rows import clear_rows, query_rows
+from attnlib.ops.triton.hopper.kernels.latent_splits import (
+    MOST_BLOCKS,
+    SplitPlace,
+    place_of,
+    split_at,
+    whole_block,
+)
+from attnlib.ops.triton.hopper.kernels.latent_store import store_split
 from attnlib.ops.triton.hopper.kernels.latent_tiles import TILE, allocate_tiles
 from attnlib.ops.triton.hopper.kernels.logits import logits_of
 from attnlib.ops.triton.hopper.kernels.ranges import worker_range
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
 
 __all__ = ["hopper_latent_decode_kernel"]
-
-
-@gluon.jit
-def _store_half(acc, factor, rows, split, place, outputs, partials, START: gl.constexpr):
-    """Write one half of the results: the output of a single split, else a partial result.
-
-    Args:
-        factor: of the accumulators, see `normalizers`.
-        rows: in the layout of the accumulators.
-    """
-    valid = rows.exist(split.query_len)
-    offsets = outputs.offsets(split.start + rows.token, rows.head)
-    partial_offsets = rows.partial_offsets(partials, place)
-    lanes = START + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    result = acc * factor[:, None]
-    mask = valid[:, None] & (lanes >= 0)[None, :]
-    if place.num_splits == 1:
-        pointers = outputs.pointer + offsets[:, None] + lanes[None, :]
-        gl.store(pointers, result.to(outputs.pointer.dtype.element_ty), mask=mask)
-    else:
-        gl.store(partials.values + partial_offsets[:, None] + lanes[None, :], result, mask=mask)
-
-
-@gluon.jit
-def _store_split(
-    acc,
-    row_max,
-    row_sum,
-    rows,
-    split,
-    place,
-    outputs,
-    partials,
-    value_scale,
-    CONFIG: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
-    """Write one half of the results of a split, and consumer 0 the LSEs and the header."""
-    block = split.kv_head
-    valid = rows.exist(split.query_len)
-    if CONSUMER == 0:
-        if split.skipped == 0:
-            header = rows.header(place)
-            token = split.start + rows.token
-            gl.store(
-                partials.headers + token * CONFIG.HEAD_BLOCKS + block % CONFIG.HEAD_BLOCKS,
-                header,
-                mask=valid & (rows.row % CONFIG.GROUP == 0),
-            )
-    factor = normalizers(
-        row_max, row_sum, rows, valid, split, place, outputs, partials, CONSUMER == 0
-    )
-    if CONFIG.CONVERTS:
-        # The sums of both consumers, and 0 in rows without keys.
-        factor = factor * factor_without_keys(value_scale, row_sum == 0.0, CONFIG.V_SCALE_KIND)
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    factor = gl.convert_layout(factor, OUT_ROW)
-    out_rows = query_rows(gl.arange(0, CONFIG.ROWS, OUT_ROW), block, CONFIG)
-    START: gl.constexpr = CONSUMER * (CONFIG.DV // 2)
-    _store_half(acc, factor, out_rows, split, place, outputs, partials, START)
 
 
 @gluon.jit
@@ -151,8 +98,11 @@ def _consumer(
             if CONFIG.CONVERTS:
                 row_sum = sums_of_keys(row_sum, row_sum == 0.0, k_scale, 0, CONFIG.K_SCALE_KIND)
 
-            place = place_of(own, before, request_end, position, gl.program_id(0))
-            _store_split(
+            if CONFIG.WHOLE:
+                place = SplitPlace(1, 0)
+            else:
+                place = place_of(own, before, request_end, position, gl.program_id(0))
+            store_split(
                 acc,
                 row_max,
                 row_sum,
@@ -169,6 +119,10 @@ def _consumer(
         if position >= request_end:
             before = request_end
             request += 1
+    if CONFIG.WHOLE and CONSUMER == 0:
+        if own.request == keys.batch.num_reqs:
+            # Elsewhere the combine kernel does.
+            clear_rows(outputs, keys.batch, queries.num_tokens, block, CONFIG)
 
 
 @gluon.jit
@@ -188,19 +142,19 @@ def hopper_latent_decode_kernel(
     stride_lt, stride_table, stride_latents, stride_token, token_blocks, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 9 warps, or 12 over 8-bit caches. Grid: tile ranges * HEAD_BLOCKS * token_blocks,
-    all resident at a time.
+    all resident at a time; with WHOLE HEAD_BLOCKS for each query tile (`query_tiles`).
 
     Args:
         key_desc, value_desc, latents, block_table, stride_latents: see `LatentCache`.
         k_scale, v_scale: of an 8-bit cache, as `SCALE_KIND` of each says; else None.
-        partials, partial_lses, split_headers, rows: see `Partials`.
+        partials, partial_lses, split_headers, rows: see `Partials`; None with WHOLE.
         stride_token: see `LatentCache`.
-        token_blocks: blocks of query tokens of a request; None without MANY_TOKENS.
+        token_blocks: blocks of query tokens of a request; None without MANY_TOKENS or with WHOLE.
         CONFIG: a `LatentConfig` with 64 ROWS.
     """
     blocks = CONFIG.HEAD_BLOCKS
     TOKENS: gl.constexpr = CONFIG.TILE_TOKENS * (MOST_BLOCKS if CONFIG.MANY_TOKENS else 1)
-    if CONFIG.MANY_TOKENS:
+    if CONFIG.MANY_TOKENS and not CONFIG.WHOLE:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
     DTYPE: gl.constexpr = gl.float16 if CONFIG.HALVED else query.dtype.element_ty
     tiles = allocate_tiles(CONFIG.DV, CONFIG.ROTARY, DTYPE, GATHERED=False, HALVED=CONFIG.HALVED)
@@ -221,13 +175,17 @@ def hopper_latent_decode_kernel(
     # PDL: the previous kernel may have written the queries, the cache or the lengths. The combine
     # kernel may start; it waits for this kernel's results by itself.
     wait_on_dependent_grids()
-    launch_dependent_grids()
-    index = gl.program_id(0) // blocks
-    num_ranges = gl.num_programs(0) // blocks
-    own = worker_range(keys, index, num_ranges, 0, CONFIG.LEAST)
-    block = gl.program_id(0) % blocks
+    if not CONFIG.WHOLE:
+        launch_dependent_grids()
+    if CONFIG.WHOLE:
+        block, keys, own = whole_block(batch, mask, PAIR, CONFIG)
+    else:
+        index = gl.program_id(0) // blocks
+        num_ranges = gl.num_programs(0) // blocks
+        own = worker_range(keys, index, num_ranges, 0, CONFIG.LEAST)
+        block = gl.program_id(0) % blocks
     SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
-    PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE
+    PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE and not CONFIG.WHOLE
     scales = (scale, k_scale, v_scale)
     LOADERS: gl.constexpr = 4 if CONFIG.CONVERTS else 1
     gl.warp_specialize(

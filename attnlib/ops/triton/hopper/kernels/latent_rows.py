@@ -6,7 +6,14 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 
-__all__ = ["QueryRows", "copy_queries", "normalizers", "query_offsets", "query_rows"]
+__all__ = [
+    "QueryRows",
+    "clear_rows",
+    "copy_queries",
+    "normalizers",
+    "query_offsets",
+    "query_rows",
+]
 
 
 @aggregate
@@ -126,3 +133,30 @@ def normalizers(
             rows_before = place.partial_index * partials.rows
             gl.store(partials.lses + rows_before + rows.row, base2, mask=valid)
     return factor / safe_sum
+
+
+@gluon.jit
+def clear_rows(outputs, batch, num_tokens, block, CONFIG: gl.constexpr):
+    """Set the rows of a block after the last request to 0 and their LSEs to -inf (M6). One
+    warpgroup.
+
+    Args:
+        num_tokens: tokens of the output.
+        block: of query rows, counted from the end of the last request.
+        CONFIG: the `LatentConfig`.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ROWS: gl.constexpr = CONFIG.ROWS
+    DV: gl.constexpr = CONFIG.DV
+    rows = query_rows(gl.arange(0, ROWS, ROW), block, CONFIG)
+    start = batch.num_rows()
+    valid = rows.exist(num_tokens - start)
+    lanes = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    zeros = gl.zeros([ROWS, DV], outputs.pointer.dtype.element_ty, LAYOUT)
+    offsets = outputs.offsets(start + rows.token, rows.head)
+    mask = valid[:, None] & (lanes >= 0)[None, :]
+    gl.store(outputs.pointer + offsets[:, None] + lanes[None, :], zeros, mask=mask)
+    if CONFIG.HAS_LSE:
+        empty = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        outputs.store_lses(start + rows.token, rows.head, empty, valid)

@@ -3,7 +3,8 @@
 The key tiles of all requests form a line that is cut into one range for each CTA, or for each CTA
 of a block of query rows (`ranges`). The part of a request in a range is a split. A request with
 one split is written to the output, and others to float32 partial results, which
-`hopper_combine_kernel` combines.
+`hopper_combine_kernel` combines. With WHOLE, a CTA has all keys that a block of query rows of each
+request sees.
 """
 
 from typing import NamedTuple
@@ -13,10 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
+from attnlib.ops.triton.hopper.kernels.query_tiles import find_tile
+from attnlib.ops.triton.hopper.kernels.ranges import TileRange
+from attnlib.ops.triton.hopper.kernels.schedule import KeyTiles
 from attnlib.ops.triton.kernels.quant import KV_PLAIN, SCALE_FLOAT
 
 __all__ = [
     "MOST_BLOCKS",
+    "BlockTiles",
     "LatentConfig",
     "SplitPlace",
     "TileKeys",
@@ -24,6 +29,7 @@ __all__ = [
     "row_block",
     "split_at",
     "tile_tokens",
+    "whole_block",
 ]
 
 MOST_BLOCKS: gl.constexpr = gl.constexpr(1024)
@@ -61,6 +67,8 @@ class LatentConfig(NamedTuple):
             and GROUP_SCALES describe it: to the dtype of the queries, or with HALVED to float16.
         STORED_KIND, STORED_GROUPS: the same of the cache itself, with CONVERTS.
         HALVED: see `LatentTiles`; with CONVERTS.
+        WHOLE: no request is divided into splits: each block of query rows has one CTA, which reads
+            the keys that these rows see.
     """
 
     HEAD_BLOCKS: int
@@ -94,6 +102,40 @@ class LatentConfig(NamedTuple):
     STORED_KIND: int = KV_PLAIN.value
     STORED_GROUPS: bool = False
     HALVED: bool = False
+    WHOLE: bool = False
+
+
+@aggregate
+class BlockTiles:
+    """The key tiles of one block of query tokens of each request, as `KeyTiles` has those of all.
+
+    Fields:
+        batch, mask: `Batch` and `Mask`.
+        first_token: of the block in a request.
+        TILE_TOKENS: query tokens of the block.
+        BLOCK_N: keys of a tile.
+    """
+
+    batch: Value
+    mask: Value
+    first_token: Value
+    TILE_TOKENS: gl.constexpr
+    BLOCK_N: gl.constexpr
+
+    @gluon.jit
+    def visited(self, first_token, query_len, seq_len, request):
+        """Return the `VisitedTiles` of the query tokens of the block from its `first_token` on."""
+        tiles = KeyTiles(self.batch, self.mask, None, None, self.TILE_TOKENS, self.BLOCK_N)
+        return tiles.visited(self.first_token + first_token, query_len, seq_len, request)
+
+    @gluon.jit
+    def count(self, request, mask):
+        """Return how many tiles the block visits, for one request or a vector of requests: at least
+        1 if it has query tokens there, else 0."""
+        _, query_len, seq_len = self.batch.lengths(request, mask)
+        visited = self.visited(0, query_len, seq_len, request)
+        tiles = gl.maximum(visited.end - visited.begin, 1)
+        return gl.where(self.first_token < query_len, tiles, 0)
 
 
 @gluon.constexpr_function
@@ -109,6 +151,27 @@ def row_block(token_blocks, CONFIG: gl.constexpr):
     if CONFIG.MANY_TOKENS:
         blocks = CONFIG.HEAD_BLOCKS * token_blocks
     return gl.program_id(0) % blocks, blocks
+
+
+@gluon.jit
+def whole_block(batch, mask, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr):
+    """Return (block of query rows, its `BlockTiles`, the `TileRange` of all of them) of a CTA with
+    WHOLE. Blocks after the last request, which have none, are counted from there on."""
+    request, _, first_token, head_block = find_tile(
+        gl.program_id(0),
+        batch.query_start_loc,
+        batch.num_reqs,
+        gl.num_programs(0) // CONFIG.HEAD_BLOCKS,
+        CONFIG.HEAD_BLOCKS,
+        CONFIG.HEAD_BLOCKS,
+        CONFIG.TILE_TOKENS,
+    )
+    block = first_token // CONFIG.TILE_TOKENS * CONFIG.HEAD_BLOCKS + head_block
+    keys = BlockTiles(batch, mask, first_token, CONFIG.TILE_TOKENS, BLOCK_N)
+    count = keys.count(request, request < batch.num_reqs)
+    # Triton 3.6 does not compile ranges whose fields are constants.
+    zero = request * 0
+    return block, keys, TileRange(zero, count, count, None, request, zero)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Runs the Hopper decode over packed latents (P14) where it serves a call."""
+"""Decides whether the Hopper kernel over latents serves a call; runs it over packed ones (P14)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,42 @@ from attnlib.ops.triton.heuristics.tile_table import work_class
 from attnlib.ops.triton.hopper.common_reasons import CallFeatures
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.preference import latent_decode_keys
-from attnlib.ops.triton.hopper.support import packed_latents_unsupported_reasons
-from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
+from attnlib.ops.triton.hopper.support import (
+    latent_unsupported_reasons,
+    packed_latents_unsupported_reasons,
+)
+from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
 from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.launch.run import find_launches, run_attention
 
-__all__ = ["run_packed_latents"]
+__all__ = ["run_packed_latents", "select_latents"]
+
+
+def select_latents(
+    call: AttentionCall,
+    max_query_len: int,
+    max_ctas: int | None = None,
+    keys_per_sm: int | None = None,
+    is_prefill: bool = False,
+) -> HopperDecode | None:
+    """The Hopper kernel over latents; None where the plain one serves them.
+
+    Args:
+        call: over pages, whose values are a prefix of the keys.
+        max_query_len, max_ctas, keys_per_sm, is_prefill: see `latent_plan.prepare_latent_decode`.
+    """
+    params, features = call.params, CallFeatures.of(call.params)
+    if latent_unsupported_reasons(call.shape, features, call.limits):
+        return None
+    tensors = (call.query, call.key, call.value, call.out)
+    if features.score_function or not are_readable(*tensors, params):
+        return None
+    # Other layers do not import it.
+    from attnlib.ops.triton.hopper.latent_plan import prepare_latent_decode
+
+    return prepare_latent_decode(
+        call, max_query_len, max_ctas, keys_per_sm=keys_per_sm, is_prefill=is_prefill
+    )
 
 
 def _takes(call: AttentionCall, visible: int) -> bool:
@@ -32,7 +62,7 @@ def _takes(call: AttentionCall, visible: int) -> bool:
     """
     shape = call.shape._replace(cache_dtype=call.value.dtype, latent=True)
     features, max_query_len = CallFeatures.of(call.params), max(1, call.max_query_len)
-    if packed_latents_unsupported_reasons(shape, features, call.limits, max_query_len):
+    if packed_latents_unsupported_reasons(shape, features, call.limits):
         return False
     keys = latent_decode_keys(call.num_reqs, shape.num_heads, max_query_len, call.limits.num_sms)
     tensors = {"query": call.query, "rotary": call.key, "elements": call.value, "out": call.out}
