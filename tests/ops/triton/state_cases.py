@@ -169,6 +169,30 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "copied_decodes": True,
         },
     ),
+    "state-128-copied-drafts": (
+        "state",
+        {
+            "num_reqs": 32,
+            "row_decodes": True,
+            "copied_decodes": True,
+            "max_rollback": 3,
+            "tokens": 4,
+        },
+    ),
+    "fused-128-channels-copied-drafts": (
+        "fused",
+        {
+            "decay": "channel",
+            "num_key_heads": 32,
+            "conv_channels": 12288,
+            "num_reqs": 32,
+            "form": "kimi",
+            "row_decodes": True,
+            "copied_decodes": True,
+            "max_rollback": 3,
+            "tokens": 4,
+        },
+    ),
     "state-256": ("state", {"key_size": 256, "value_size": 256, "dtype": torch.float16}),
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
@@ -180,7 +204,7 @@ many tokens at a time; with "row_decodes", decodes have this form, and there is 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
     """Slots, and a batch of decodes and one of prefills."""
     options = dict(options)
-    num_reqs = options.pop("num_reqs", 2)
+    num_reqs, tokens = options.pop("num_reqs", 2), options.pop("tokens", 1)
     layout = StateLayout(
         **{
             "form": "tail", "num_heads": 32, "num_key_heads": 16, "key_size": 128,
@@ -193,7 +217,7 @@ def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatc
     zeros = torch.zeros(num_reqs + 1, dtype=torch.int32)
     decode, prefill = (
         StateBatch(query_start_loc=zeros, seq_lens=zeros[1:], slots=zeros[1:], max_query_len=n)
-        for n in (1, 4096)
+        for n in (tokens, 4096)
     )
     return slots, decode, prefill
 

@@ -156,7 +156,8 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
         ({"dtype": torch.float32}, (9, 0), False),
         ({"state_dtype": torch.bfloat16}, (9, 0), False),
         ({"chunk_size": 32}, (9, 0), False),
-        ({"max_rollback": 1}, (9, 0), False),
+        ({"max_rollback": 7}, (9, 0), True),
+        ({"max_rollback": 8}, (9, 0), False),
     ],
 )
 def test_who_copies_states(

@@ -34,6 +34,9 @@ LARGEST_HEAD = 256
 LARGEST_CHUNK = 32
 """Tokens of a chunk of the slots. With 64, kernels of decodes of 128 keys spill 1600 to 3800 bytes
 per thread on sm_89."""
+MOST_DRAFTS = 7
+"""Most tokens that can be taken back of layers whose decodes copy states to shared memory: each new
+token has a query and outputs in registers."""
 LONG_CHUNK = 64
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
 or 0 for those of a chunk of the slots. Without stages, its loop addresses wrong shared memory on an
@@ -79,6 +82,7 @@ TILES = {
     "copied few row decodes": StateChoice(64, 4, group=4, copies=True),
     "copied row decode": StateChoice(128, 4, group=4, copies=True),
     "copied wide row decode": StateChoice(64, 2, group=4, copies=True),
+    "copied draft decode": StateChoice(64, 2, group=4, copies=True),
     "verify": StateChoice(64, 8),
     "wide": StateChoice(64, 8),
     "wide decode": StateChoice(32, 4, is_whole=True),
@@ -87,9 +91,9 @@ TILES = {
     "long prefill": StateChoice(32, 4, num_stages=2),
 }
 """Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
-product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" has tokens that can
-be taken back, "wide" a decay for each channel or float32 inputs, and "long prefill" computes
-`LONG_CHUNK` tokens at a time; `benchmarks/gpu/state_tiles.py` measures others."""
+product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" and "draft" have
+tokens that can be taken back, "wide" a decay for each channel or float32 inputs, and "long prefill"
+computes `LONG_CHUNK` tokens at a time; `benchmarks/gpu/state_tiles.py` measures others."""
 
 
 class StateTile(NamedTuple):
@@ -137,7 +141,10 @@ def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
 
 
 def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:
-    """Whether the decodes that copy states to shared memory take a layer on a chip."""
+    """Whether the decodes that copy states to shared memory take a layer on a chip, also several
+    tokens of a request that may be taken back."""
+    if layout.max_rollback > MOST_DRAFTS:
+        return False
     halves = layout.dtype in (torch.float16, torch.bfloat16) and layout.state_dtype == torch.float32
     sizes = layout.key_size in (64, 128) and layout.value_size in (64, 128, 256)
     return capability[0] == 9 and halves and sizes and layout.chunk_size == 16
@@ -158,9 +165,10 @@ def kind_of_step(
     is_exact = has_exact_rows(layout)
     if is_long:
         return "prefill" if is_exact else "wide prefill"
-    if not (params.is_invariant or layout.max_rollback):
+    if not params.is_invariant and (copies or not layout.max_rollback):
         row = "row decode" if is_exact else "wide row decode"
         if copies:
+            row = "draft decode" if layout.max_rollback else row
             return f"copied {row}" if fills_chip else "copied few row decodes"
         if fills_chip:
             return row

@@ -17,6 +17,8 @@ from attnlib.ops.triton.kernels.short_convolution import (
     ConvolutionConfig,
     Inputs,
     convolve,
+    load_inputs,
+    load_taps,
     write_window,
 )
 from attnlib.ops.triton.kernels.state_arguments import (
@@ -42,8 +44,8 @@ __all__ = [
     "Gates",
     "Places",
     "fused_step_kernel",
-    "prepare_head",
     "normalize_head",
+    "program_channels",
 ]
 
 
@@ -105,7 +107,7 @@ class Gates(NamedTuple):
 
 
 @triton.jit
-def _channels(element, head, block, CONFIG: tl.constexpr):
+def program_channels(element, head, block, CONFIG: tl.constexpr):
     """Return the channels [ELEMENTS] of the queries, keys and values of a program, which exist, and
     whose windows it writes."""
     STATE: tl.constexpr = CONFIG.STATE
@@ -124,18 +126,20 @@ def _channels(element, head, block, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def prepare_head(request, given, gates, places, head, block, CONFIG: tl.constexpr):
+def _prepare_head(request, given, gates, places, head, block, CONFIG: tl.constexpr):
     """Write the queries, keys, values and gates of this program, for all of its threads."""
     CHANNELS: tl.constexpr = CONFIG.CONVOLUTION
     STEP: tl.constexpr = CONFIG.STEP
     exists = places.token < request.count
-    channels, exist, writes = _channels(places.element, head, block, CONFIG)
+    channels, exist, writes = program_channels(places.element, head, block, CONFIG)
     x = given.x + request.first.to(tl.int64) * CHANNELS.X_T + channels[None, :]
     window = given.window + request.source * CHANNELS.WINDOW + channels[None, :]
     inputs = Inputs(x, window, request.computed, exist[None, :])
     position = request.computed + places.token
     # All channels at once: their loads are under way together.
-    y = convolve(inputs, position, exists, given.weight, given.bias, channels, CHANNELS)
+    pairs = load_inputs(inputs, position, exists, CHANNELS)
+    taps = load_taps(given.weight, given.bias, channels, CHANNELS)
+    y = convolve(pairs, taps, CHANNELS)
     row = (request.first + places.token).to(tl.int64)[:, None]
     place = given.out + row * CHANNELS.O_T + channels[None, :]
     tl.store(place, y.to(given.out.dtype.element_ty), mask=exists[:, None] & inputs.inside)
@@ -232,7 +236,7 @@ def fused_step_kernel(
     )
     given = Convolution(x, weight, bias, convolved, window, window_positions)
     gates = Gates(a, b, rate, gate_bias, decay, beta)
-    prepare_head(request, given, gates, places, head, block, CONFIG)
+    _prepare_head(request, given, gates, places, head, block, CONFIG)
     values = skip, out, decay, scale
     compute_request(request, number, base, s, tokens, slots_of, *values, True, STATE)
     if STEP.NORM:

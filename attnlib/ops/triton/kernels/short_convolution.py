@@ -16,7 +16,15 @@ from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import StateBatch
 from attnlib.ops.triton.kernels.state_requests import open_request
 
-__all__ = ["ConvolutionConfig", "short_convolution_kernel"]
+__all__ = [
+    "ConvolutionConfig",
+    "Inputs",
+    "convolve",
+    "load_inputs",
+    "load_taps",
+    "short_convolution_kernel",
+    "write_window",
+]
 
 
 class ConvolutionConfig(NamedTuple):
@@ -60,34 +68,58 @@ class Inputs(NamedTuple):
 
 
 @triton.jit
-def load_inputs(inputs, position, exists, X_T: tl.constexpr, RING: tl.constexpr, C: tl.constexpr):
-    """Return the inputs [N, CHANNELS] at positions [N]: of the step, of the window, or 0."""
+def _load_pair(inputs, position, exists, CONFIG: tl.constexpr):
+    """Return the inputs [N, CHANNELS] at positions [N] in the window and in the step, or 0, and
+    which are in the step."""
     fresh = exists & (position >= inputs.computed)
     held = exists & (position >= 0) & (position < inputs.computed)
-    token = (position - inputs.computed).to(tl.int64)[:, None] * X_T
-    row = (tl.maximum(position, 0) % RING).to(tl.int64)[:, None] * C
+    token = (position - inputs.computed).to(tl.int64)[:, None] * CONFIG.X_T
+    row = (tl.maximum(position, 0) % CONFIG.RING).to(tl.int64)[:, None] * CONFIG.C
     a = tl.load(inputs.window + row, mask=held[:, None] & inputs.inside, other=0.0)
     b = tl.load(inputs.x + token, mask=fresh[:, None] & inputs.inside, other=0.0)
-    return tl.where(fresh[:, None], b, a)
+    return a, b, fresh
 
 
 @triton.jit
-def convolve(inputs, position, exists, weight, bias, channels, CONFIG: tl.constexpr):
-    """Return the outputs [N, CHANNELS] float32 at positions [N]. Each has one order of its sum."""
+def _chosen(pair):
+    """Return the inputs of a pair."""
+    return tl.where(pair[2][:, None], pair[1], pair[0])
+
+
+@triton.jit
+def load_inputs(inputs, position, exists, CONFIG: tl.constexpr):
+    """Return the pairs of `_load_pair` for each tap of the outputs at positions [N]."""
+    W: tl.constexpr = CONFIG.W
+    pairs = ()
+    for tap in tl.static_range(W):
+        pairs = pairs + (_load_pair(inputs, position - (W - 1 - tap), exists, CONFIG),)
+    return pairs
+
+
+@triton.jit
+def load_taps(weight, bias, channels, CONFIG: tl.constexpr):
+    """Return the weights [CHANNELS] of each tap, and the bias behind them, if there is one."""
     W: tl.constexpr = CONFIG.W
     inside = channels < CONFIG.C
     place = weight + channels * CONFIG.W_C
-    taps = tl.load(place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    back = CONFIG.W - 1
-    x = load_inputs(inputs, position - back, exists, CONFIG.X_T, CONFIG.RING, CONFIG.C)
-    total = x.to(tl.float32) * taps
-    for tap in tl.static_range(1, W):
-        taps = tl.load(place + tap * CONFIG.W_W, mask=inside, other=0.0).to(tl.float32)[None, :]
-        before = position - (back - tap)
-        x = load_inputs(inputs, before, exists, CONFIG.X_T, CONFIG.RING, CONFIG.C)
-        total = total + x.to(tl.float32) * taps
+    taps = ()
+    for tap in tl.static_range(W):
+        taps = taps + (tl.load(place + tap * CONFIG.W_W, mask=inside, other=0.0),)
     if CONFIG.HAS_BIAS:
-        total = total + tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
+        taps = taps + (tl.load(bias + channels, mask=inside, other=0.0),)
+    return taps
+
+
+@triton.jit
+def convolve(pairs, taps, CONFIG: tl.constexpr):
+    """Return the outputs [N, CHANNELS] float32 of what `load_inputs` and `load_taps` return. Each
+    has one order of its sum."""
+    W: tl.constexpr = CONFIG.W
+    total = _chosen(pairs[0]).to(tl.float32) * taps[0].to(tl.float32)[None, :]
+    for tap in tl.static_range(1, W):
+        total = total + _chosen(pairs[tap]).to(tl.float32) * taps[tap].to(tl.float32)[None, :]
+    if CONFIG.HAS_BIAS:
+        total = total + taps[W].to(tl.float32)[None, :]
     if CONFIG.SILU:
         total = tl.math.div_rn(total, 1.0 + tl.exp(-total))
     return total
@@ -103,7 +135,7 @@ def write_window(request, inputs, window, positions, channels, zero, CONFIG: tl.
         first = tl.maximum(first, request.computed)
     for position in range(first, request.end):
         at = position + zero
-        x = load_inputs(inputs, at, at >= 0, CONFIG.X_T, CONFIG.RING, CONFIG.C)
+        x = _chosen(_load_pair(inputs, at, at >= 0, CONFIG))
         place = window + request.slot * CONFIG.WINDOW + position % CONFIG.RING * CONFIG.C
         tl.store(place + channels[None, :], x, mask=inputs.inside)
     if tl.program_id(1) == 0:
@@ -164,7 +196,8 @@ def short_convolution_kernel(
         inside,
     )
     position = request.computed + token
-    result = convolve(inputs, position, exists, weight, bias, channels, CONFIG)
+    pairs = load_inputs(inputs, position, exists, CONFIG)
+    result = convolve(pairs, load_taps(weight, bias, channels, CONFIG), CONFIG)
     tl.store(place, result.to(out.dtype.element_ty), mask=exists[:, None] & inside)
     if first == 0:
         # Other threads of the program may still read rows that are written now.

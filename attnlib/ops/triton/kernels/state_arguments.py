@@ -55,6 +55,7 @@ class StateConfig(NamedTuple):
         PASSES: how many times ROWS value rows a program computes, one after the other.
         WARPS, GROUP: of decodes in the form of `state_decode`, and the rows of the tail that are
             loaded at a time; 0 for steps in chunks.
+        QUERIES: most new tokens of a request in `hopper.kernels.state_decode`, a power of two.
         COPIES: pairs of positions of a head, at least BLOCKS.
         DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
         EPS: of the norm.
@@ -85,6 +86,7 @@ class StateConfig(NamedTuple):
     PASSES: int
     WARPS: int
     GROUP: int
+    QUERIES: int
     COPIES: int
     DELTA: bool
     DECAY: int

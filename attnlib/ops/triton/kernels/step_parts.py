@@ -16,8 +16,12 @@ __all__ = [
     "StepConfig",
     "gated_norm_kernel",
     "head_gates",
+    "load_norm",
     "normalize_row",
+    "normalized",
     "state_gates_kernel",
+    "step_beta",
+    "step_decay",
 ]
 
 GATES = {"given": 0, "softplus": 1, "bounded": 2, "mamba2": 3}
@@ -83,6 +87,26 @@ def _softplus(x):
 
 
 @triton.jit
+def step_decay(x, rate, STEP: tl.constexpr):
+    """Return the log decay of a projection with its bias, and the step size that it comes from."""
+    if STEP.GATES == 2:
+        size = x
+        g = _sigmoid(rate * x) * STEP.LOW
+    else:
+        size = _softplus(x)
+        if STEP.GATES == 3:
+            size = tl.minimum(tl.maximum(size, STEP.LOW), STEP.HIGH)
+        g = -rate * size
+    return g, size
+
+
+@triton.jit
+def step_beta(y, STEP: tl.constexpr):
+    """Return the beta of a projection."""
+    return _sigmoid(y.to(tl.float32)) * STEP.BETA
+
+
+@triton.jit
 def head_gates(a, b, rate, bias, decay, beta, token, exists, channel, head, STEP: tl.constexpr):
     """Write the log decays and betas of tokens [N] of one head, from projections `a` and `b`;
     `channel` counts to CHANNELS."""
@@ -94,18 +118,13 @@ def head_gates(a, b, rate, bias, decay, beta, token, exists, channel, head, STEP
     x = x + shift.to(tl.float32)[None, :]
     rate = tl.load(rate + head).to(tl.float32)
     row = (token * STEP.HV + head)[:, None]
-    if STEP.GATES == 2:
-        g = _sigmoid(rate * x) * STEP.LOW
-    else:
-        size = _softplus(x)
-        if STEP.GATES == 3:
-            size = tl.minimum(tl.maximum(size, STEP.LOW), STEP.HIGH)
-            tl.store(beta + row + channel[None, :], size, mask=inside)
-        g = -rate * size
+    g, size = step_decay(x, rate, STEP)
+    if STEP.GATES == 3:
+        tl.store(beta + row + channel[None, :], size, mask=inside)
     tl.store(decay + row * STEP.DK + channel[None, :], g, mask=inside)
     if STEP.HAS_BETA and STEP.GATES != 3:
         y = tl.load(b + token * STEP.B_T + head, mask=exists, other=0.0)
-        tl.store(beta + token * STEP.HV + head, _sigmoid(y.to(tl.float32)) * STEP.BETA, mask=exists)
+        tl.store(beta + token * STEP.HV + head, step_beta(y, STEP), mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rate", "bias"])
@@ -126,30 +145,45 @@ def _gated(x, z, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def normalize_row(out, z, weight, token, group, index, STEP: tl.constexpr):
-    """Normalize one group of the outputs of one token in place; `index` counts to WIDTH."""
+def load_norm(z, weight, token, group, index, STEP: tl.constexpr):
+    """Return the output gates of one group of a token, and its weights, [WIDTH] as stored."""
+    inside = index < STEP.SIZE
+    factor = tl.load(weight + group * STEP.WEIGHT_G + index, mask=inside, other=0.0)
+    gate = factor
+    if STEP.HAS_Z:
+        place = z + token.to(tl.int64) * STEP.Z_T + group * STEP.SIZE + index
+        gate = tl.load(place, mask=inside, other=0.0)
+    return gate, factor
+
+
+@triton.jit
+def normalized(x, gate, factor, STEP: tl.constexpr):
+    """Return the normalized outputs x [WIDTH], which are rounded, of what `load_norm` returns."""
     LEVELS: tl.constexpr = STEP.WIDTH.bit_length() - 1
     WIDTH: tl.constexpr = STEP.WIDTH
-    inside = index < STEP.SIZE
-    token = token.to(tl.int64)
-    place = out + token * STEP.O_T + group * STEP.SIZE + index
-    # Other programs may have written these outputs, so they are not read from the L1 cache.
-    x = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    gate = x
-    if STEP.HAS_Z:
-        gate = tl.load(z + token * STEP.Z_T + group * STEP.SIZE + index, mask=inside, other=0.0)
-        gate = gate.to(tl.float32)
-        if STEP.GATE_FIRST:
-            x = _gated(x, gate, STEP.SIGMOID)
+    x, gate = x.to(tl.float32), gate.to(tl.float32)
+    if STEP.HAS_Z and STEP.GATE_FIRST:
+        x = _gated(x, gate, STEP.SIGMOID)
     sums = x * x
     for level in tl.static_range(LEVELS):
         sums = tl.sum(tl.reshape(sums, [WIDTH >> (level + 1), 2]), axis=1)
     mean = tl.math.div_rn(tl.sum(sums, 0), STEP.SIZE * 1.0)
     x = tl.math.div_rn(x, tl.sqrt_rn(mean + STEP.EPS))
-    factor = tl.load(weight + group * STEP.WEIGHT_G + index, mask=inside, other=0.0)
     x = x * factor.to(tl.float32)
     if STEP.HAS_Z and not STEP.GATE_FIRST:
         x = _gated(x, gate, STEP.SIGMOID)
+    return x
+
+
+@triton.jit
+def normalize_row(out, z, weight, token, group, index, STEP: tl.constexpr):
+    """Normalize one group of the outputs of one token in place; `index` counts to WIDTH."""
+    inside = index < STEP.SIZE
+    place = out + token.to(tl.int64) * STEP.O_T + group * STEP.SIZE + index
+    # Other programs may have written these outputs, so they are not read from the L1 cache.
+    x = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+    gate, factor = load_norm(z, weight, token, group, index, STEP)
+    x = normalized(x, gate, factor, STEP)
     tl.store(place, x.to(out.dtype.element_ty), mask=inside)
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from attnlib.errors import ContractError
@@ -33,6 +34,7 @@ __all__ = [
     "Recurrence",
     "check_dense",
     "check_slots",
+    "most_queries",
     "slot_strides",
     "state_config",
     "step_tile",
@@ -129,6 +131,12 @@ def step_tile(
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
+def most_queries(layout: StateLayout, tile: StateTile, max_query_len: int) -> int:
+    """`StateConfig.QUERIES`: one kernel for single tokens, and one for more."""
+    several = tile.copies and max_query_len > 1
+    return triton.next_power_of_2(layout.max_rollback + 1) if several else 1
+
+
 @functools.lru_cache(maxsize=1024)
 def state_config(
     layout: StateLayout,
@@ -137,6 +145,7 @@ def state_config(
     tile: StateTile,
     prepared: bool = False,
     chunk: int = 0,
+    queries: int = 1,
 ) -> StateConfig:
     """The constants of one layer.
 
@@ -148,6 +157,7 @@ def state_config(
         tile: of the step.
         prepared: for steps in three launches.
         chunk: tokens that are computed at a time; 0 for a chunk of the slots.
+        queries: `StateConfig.QUERIES`, from `most_queries`.
     """
     unit, rollback = layout.chunk_size, layout.max_rollback
     c = chunk or unit
@@ -172,6 +182,7 @@ def state_config(
         tile.passes,
         tile.num_warps if tile.group else 0,
         tile.group,
+        queries,
         POSITION_COPIES,
         recurrence.update == "delta",
         _DECAYS[layout.decay].value,

@@ -12,15 +12,37 @@ from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.states.tensors import StateTensors
-from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
+from attnlib.ops.triton.heuristics.state_tiles import StateTile
 from attnlib.ops.triton.hopper.kernels.fused_decode import fused_decode_kernel
 from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
-from attnlib.ops.triton.states.config import Recurrence, slot_strides, state_config, step_tile
+from attnlib.ops.triton.states.config import (
+    Recurrence,
+    most_queries,
+    slot_strides,
+    state_config,
+    step_tile,
+)
 from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.short_convolution import convolution_config
-from attnlib.ops.triton.states.step_parts import step_config
+from attnlib.ops.triton.states.step_parts import gated_norm, step_config
 
-__all__ = ["PreparedFusedStep"]
+__all__ = ["PreparedFusedStep", "norm_is_apart"]
+
+
+def norm_is_apart(heads: int, tile: StateTile, limits: DeviceLimits, num_heads: int) -> bool:
+    """Whether the norm has a launch of its own behind the step.
+
+    Programs of a group of the norm wait for the number of those before them. With many programs,
+    that takes longer than a launch.
+
+    Args:
+        heads: of a group of the norm.
+        tile: of the step.
+        limits: of the device.
+        num_heads: of all requests.
+    """
+    return tile.copies and heads * tile.blocks > 1 and num_heads >= 2 * limits.num_sms
 
 
 class PreparedFusedStep:
@@ -54,7 +76,7 @@ class PreparedFusedStep:
         x, a, b, z, form = inputs
         layout, limits, rows = slots.layout, limits_of(x), out.shape[0]
         keys, values, heads = layout.key_size, layout.value_size, layout.num_heads
-        tokens, channels = triton.next_power_of_2(batch.max_query_len), x.shape[1]
+        channels = x.shape[1]
         width = keys if layout.decay == "channel" else 1
         gates: tuple[int, ...] = (heads * width, width, heads, 1)
         if form.gates == "given":
@@ -63,16 +85,23 @@ class PreparedFusedStep:
         strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
         recurrence = Recurrence.on_chip(params, limits)
         tile = step_tile(layout, params, limits, batch.num_reqs)
-        state = state_config(layout, recurrence, (*strides, *slot_strides(slots)), tile, False)
+        queries = most_queries(layout, tile, batch.max_query_len)
+        tokens = queries if tile.copies else triton.next_power_of_2(batch.max_query_len)
+        strides = (*strides, *slot_strides(slots))
+        state = state_config(layout, recurrence, strides, tile, queries=queries)
         given = (x, weight, bias, slots, batch, activation, x.new_empty(0, channels))
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
         sizes["k"] = sizes["q"]
         starts = [sum(sizes[each] for each in form.order.partition(name)[0]) for name in "qkv"]
         width_of_keys = triton.next_power_of_2(keys)
+        step = step_config(a, b, z, out, form, layout.has_beta, tokens)
+        self._has_norm_apart = step.NORM and norm_is_apart(
+            form.norm_size // values, tile, limits, batch.num_reqs * heads
+        )
         config = FusedConfig(
             state,
             convolution_config(*given)._replace(TOKENS=tokens),
-            step_config(a, b, z, out, form, layout.has_beta, tokens),
+            step._replace(NORM=step.NORM and not self._has_norm_apart),
             Q=starts[0],
             K=starts[1],
             V=starts[2],
@@ -84,7 +113,8 @@ class PreparedFusedStep:
         numbers = (float(params.scale), batch.num_reqs, rows)
         kernel: Any = fused_decode_kernel if tile.copies else fused_step_kernel
         self._launch = KernelLaunch(kernel, config, grid, numbers, **options)
-        self._gates = 0 if form.gates == "given" else rows * heads
+        self._keeps_tokens = tile.copies
+        self._gates = 0 if form.gates == "given" or tile.copies else rows * heads
         self._width = width
 
     def run(
@@ -104,10 +134,14 @@ class PreparedFusedStep:
             sizes = (self._gates * self._width, self._gates)
             memory = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
             decay, beta = memory[: sizes[0]], memory[sizes[0] :]
-        convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        convolved = x
+        if not self._keeps_tokens:
+            convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sources = (x, weight, bias, a, b, form.rate, form.bias, z, form.norm_weight)
         targets = (convolved, decay, beta, skip, out, slots.counters)
         windows = (slots.window, slots.window_positions, *slots.for_kernels)
         # A tensor that the kernel does not read stands for an absent one.
         given = [a if each is None else each for each in (*sources, *targets, *windows)]
         self._launch.run(*given, *batch.tensors)
+        if self._has_norm_apart:
+            gated_norm(out, z, form)

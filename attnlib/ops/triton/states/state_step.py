@@ -27,6 +27,7 @@ from attnlib.ops.triton.states.config import (
     Recurrence,
     check_dense,
     check_slots,
+    most_queries,
     slot_strides,
     state_config,
     step_tile,
@@ -82,7 +83,8 @@ class PreparedStep:
         else:
             tile, chunk = step_tile(layout, params, limits, num_reqs, is_long), 0
         recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
-        config = state_config(layout, recurrence, strides, tile, is_long, chunk)
+        queries = most_queries(layout, tile, batch.max_query_len)
+        config = state_config(layout, recurrence, strides, tile, is_long, chunk, queries)
         options, heads, c = tile.options(limits.is_amd), config.HV, config.C
         kernel: Any = copied_decode_kernel if tile.copies else state_step_kernel
         matrices: Any = state_matrices_kernel

@@ -8,7 +8,9 @@ needs a process that does not interpret Triton.
 from __future__ import annotations
 
 import json
+import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from attnlib.ops.states import RecurrenceParams, StateInputs
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.triton.heuristics import state_tiles
+from attnlib.ops.triton.states import fused_step
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import short_convolution
 from attnlib.ops.triton.states.state_step import state_step
@@ -35,14 +38,18 @@ from tests.ops.triton.hopper.emulated_states import TILE, counted
 
 __all__ = ["CASES", "emulate_case"]
 
-CASES = ("gated delta", "kimi delta", "mamba2")
-"""Kinds with gates and a norm; sizes and tiles are those of `emulated_states`."""
+CASES = ("gated delta", "kimi delta", "mamba2", "gated delta-drafts", "kimi delta-drafts",
+         "mamba2-drafts")  # fmt: skip
+"""Kinds with gates and a norm; sizes and tiles are those of `emulated_states`. With drafts, steps
+of up to four tokens take some of the last one back; the last case has the norm in a launch of its
+own."""
 _COUNT, _FORK = 36, 20
 """Tokens of a request, and the step that forks it."""
 
 
 def _spec(name: str) -> StateSpec:
-    sizes = SIZES[name]["spec"]
+    name, _, drafts = name.partition("-")
+    sizes = {**SIZES[name]["spec"], "max_rollback": 3 if drafts else 0}
     spec = KINDS[name].replace(**{"dtype": torch.bfloat16, "conv_width": 4, **sizes})
     channels = 2 * spec.num_key_heads * spec.key_size + spec.num_heads * spec.value_size
     return spec.replace(conv_channels=channels)
@@ -81,13 +88,22 @@ def _params(spec: StateSpec, layer: LayerTensors) -> RecurrenceParams:
     )
 
 
-def _step(number: int) -> Step:
-    """A request in slot 2, which a fork continues in slot 4, beside padding and one of the first
-    request's tokens in slot 3, which begins two steps later."""
-    slot, source = (4 if number >= _FORK else 2), (4 if number > _FORK else 2)
-    later = int(number >= 2)
-    lengths = [1, 1, later], [number + 1, 1, max(number - 1, 0)]
-    return Step(*lengths, [slot, -1, 3], [source, -1, 3])
+def _steps(spec: StateSpec) -> Iterator[tuple[Step, torch.Tensor]]:
+    """Steps, and the tokens of their rows: a request in slot 2, which a fork continues in slot 4,
+    beside padding and one of the first request's tokens in slot 3, which begins two steps later."""
+    done, later, source, rng = 0, -2, 2, random.Random(0)
+    while done < _COUNT:
+        slot, counts = (4 if done >= _FORK else 2), [1, max(0, min(later + 1, 1))]
+        if spec.max_rollback:
+            counts = [min(rng.randint(1, 4), _COUNT - done), rng.randint(0, 4) if later >= 0 else 0]
+        ends = [done + counts[0], 1, max(later, 0) + counts[1]]
+        step = Step([counts[0], 1, counts[1]], ends, [slot, -1, 3], [source, -1, 3])
+        first = torch.arange(done, ends[0])
+        second = torch.arange(max(later, 0), ends[2])
+        yield step, torch.cat([first, torch.tensor([0]), second, torch.tensor([0])])
+        done += rng.randint(1, counts[0])
+        later += rng.randint(1, counts[1]) if counts[1] else int(later < 0)
+        source = slot
 
 
 def emulate_case(name: str) -> dict[str, Any]:
@@ -97,23 +113,25 @@ def emulate_case(name: str) -> dict[str, Any]:
         differ: steps whose outputs or slots differ.
         error: the largest one of the outputs, relative to the largest output.
         clears: whether rows of nobody become 0.
-        launches: of the kernel.
+        launches: of the kernel, and steps.
     """
     spec = _spec(name)
     layer, drawn = draw_layer(spec), drawn_step(spec, _COUNT, 1)
     runs = {
         run: Operations(spec, layer, "tail", 8, "triton") for run in (_run_fused, _run_separate)
     }
-    tiles = dict.fromkeys(state_tiles.TILES, SIZES[name].get("tile", TILE))
+    kind = name.partition("-")[0]
+    tiles = dict.fromkeys(state_tiles.TILES, SIZES[kind].get("tile", TILE))
     launches, differ, clears = list[str](), list[int](), True
     expected = expected_step(spec, layer, drawn, None)
     error = 0.0
-    with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
+    apart = patch.object(fused_step, "norm_is_apart", lambda *facts: name == "mamba2-drafts")
+    with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles), apart:
         JITFunction.run = counted(launches)
-        for number in range(_COUNT):
-            step, tokens = _step(number), torch.tensor([number, 0, max(number - 2, 0), 0])
+        for number, (step, tokens) in enumerate(_steps(spec)):
             rows = FusedInputs(*(x if x is None else x[tokens] for x in drawn[:4]), drawn.form)
-            rows.x[[1, 3]] = torch.nan
+            nobody = [step.query_lens[0], len(tokens) - 1]
+            rows.x[nobody] = torch.nan
             outs = []
             for run, one in runs.items():
                 shape = (len(tokens), spec.num_heads, spec.value_size)
@@ -122,8 +140,8 @@ def emulate_case(name: str) -> dict[str, Any]:
             memories = [one.memory for one in runs.values()]
             if not (torch.equal(*outs) and torch.equal(*memories)):
                 differ.append(number)
-            used = [0, 2] if number >= 2 else [0]
-            clears &= not outs[0][[row for row in range(4) if row not in used]].any()
+            used = [row for row in range(len(tokens)) if row not in nobody]
+            clears &= not outs[0][nobody].any()
             wanted = expected[tokens[used]]
             off = (outs[0][used].flatten(1).double() - wanted).abs().max() / wanted.abs().max()
             error = max(error, off.item())
@@ -132,6 +150,7 @@ def emulate_case(name: str) -> dict[str, Any]:
         "error": error,
         "clears": bool(clears),
         "launches": launches.count("fused_decode_kernel"),
+        "steps": number + 1,
     }
 
 

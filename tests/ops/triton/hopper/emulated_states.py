@@ -7,6 +7,8 @@ a process that does not interpret Triton.
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -108,5 +110,56 @@ def emulate_case(name: str) -> dict[str, Any]:
     }
 
 
+def emulate_drafts(name: str) -> dict[str, Any]:
+    """Emulate steps of up to four tokens of two requests, some of which are taken back, beside
+    padding, and forks of them in the middle of a chunk and at its end.
+
+    Returns:
+        errors, keeps, launches: as above; `keeps` also says that padding gets 0.
+    """
+    spec = _spec(name, {**CASES[name]["spec"], "max_rollback": 3})
+    requests = [draw_tokens(spec, n, n) for n in (39, 35)]
+    layer, rng = draw_layer(spec), random.Random(len(name))
+    runner = Operations(spec, layer, "tail", 8, "triton")
+    tiles = dict.fromkeys(state_tiles.TILES, CASES[name].get("tile", TILE))
+    launches, keeps, servers = list[str](), True, list[Server]()
+    with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
+        JITFunction.run = counted(launches)
+        for slots in ([6, 2], [0, 4], [1, 5]):
+            server = Server(spec, runner, requests, slots, extra_rows=1)
+            sources = None
+            if servers:
+                # The first fork continues from the middle of a chunk, the second one from its end.
+                source = servers[-1]
+                server.done, sources = list(source.done), [-1, *source.slots]
+            kept = runner.memory[sources[1:]].clone() if sources else None
+            until = (21, 31, 35)[len(servers)]
+            while min(server.done) < until:
+                parts = [Part(-1, 2)]
+                for request, done in enumerate(server.done):
+                    stay = min(rng.randint(1, 4), until - done)
+                    parts.append(Part(request, stay, rng.randint(0, 4 - stay) if stay else 0))
+                out = server.step(parts, sources).out
+                assert out is not None
+                keeps &= not out[:2].any() and not out[-1:].any()
+                if kept is not None and sources:
+                    keeps &= torch.equal(runner.memory[sources[1:]], kept)
+                sources = None
+            servers.append(server)
+    errors = []
+    for one in servers:
+        for place, tokens in enumerate(requests):
+            expected, got = wanted(spec, layer, tokens), one.result(place)
+            assert got.out is not None and expected.out is not None
+            rows = slice(one.done[place] - len(got.out), one.done[place])
+            errors.append(largest_error(got, type(expected)(None, expected.out[rows])))
+    used = launches.count("copied_decode_kernel")
+    return {"errors": errors, "keeps": bool(keeps), "launches": used, "all": len(launches)}
+
+
 if __name__ == "__main__":
-    print_cases(CASES, emulate_case)
+    if sys.argv[1:2] == ["--drafts"]:
+        sys.argv.pop(1)
+        print_cases(CASES, emulate_drafts)
+    else:
+        print_cases(CASES, emulate_case)

@@ -1,12 +1,12 @@
-"""Decodes of one token that copy the state to shared memory while the query goes through the tail.
+"""Decodes of few tokens that copy the state to shared memory while queries go through the tail.
 
 The arithmetic is that of `kernels.state_decode`: back through the tail, then one product with the
-state. Tail and state are copied asynchronously, so that no register waits for them. A step that
-fills the chunk goes forward through the same tokens, with rows of the state in registers. Sums over
-keys are inside a warp.
+state, for each new token. Tail and state are copied asynchronously, so that no register waits for
+them. A step that fills a chunk goes forward through the same tokens, with rows of the state in
+registers. Sums over keys are inside a warp.
 
-Row i of the tail in shared memory is the i-th token before the new one. Rows without a token are 0,
-which changes nothing.
+Row i of the tail in shared memory is the i-th token before the first new one. Rows without a token
+are 0, which changes nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    wait_for_copies,
-)
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, wait_for_copies
 from attnlib.ops.triton.hopper.kernels.state_fill import fill_chunk
 from attnlib.ops.triton.hopper.kernels.state_memory import (
     PART_KEYS,
@@ -31,8 +29,9 @@ from attnlib.ops.triton.hopper.kernels.state_slots import (
     Token,
     clear_rows,
     copy_slot,
-    load_token,
+    load_tokens,
     store_token,
+    token_of,
 )
 from attnlib.ops.triton.kernels.state_arguments import (
     UNALIGNED,
@@ -42,6 +41,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tokens,
 )
 from attnlib.ops.triton.kernels.state_requests import (
+    kept_state,
     load_base,
     open_head,
     open_request,
@@ -49,7 +49,7 @@ from attnlib.ops.triton.kernels.state_requests import (
     store_positions,
 )
 
-__all__ = ["copied_decode_kernel", "decode_token"]
+__all__ = ["copied_decode_kernel", "decode_tokens", "store_outputs", "store_slot"]
 
 
 @gluon.jit
@@ -62,88 +62,139 @@ def _dot(a, b):
 
 
 @gluon.jit
-def _go_back(w, o, token, CONFIG: gl.constexpr):
-    """Return (w, o) before a `Token`, see `kernels.state_decode`."""
-    k = token.k.to(gl.float32)
-    c = _dot(k, w)
+def _go_back(ws, os, token, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """Return (w, o) of the queries from number FIRST on before a `Token`, see
+    `kernels.state_decode`, and the others as they are."""
+    QUERIES: gl.constexpr = len(ws)
+    k, v = token.k.to(gl.float32), token.v.to(gl.float32)
     norm = 1.0
     if CONFIG.NORM:
         norm = gl.rsqrt(_dot(k, k) + CONFIG.EPS)
-    c = c * (norm * token.beta)
-    o = gl.fma(token.v.to(gl.float32), c, o)
-    if CONFIG.DELTA:
-        w = gl.fma(k, -(c * norm), w)
-    return w * gl.exp(token.decay), o
+    factor = gl.exp(token.decay)
+    before = ()
+    outputs = ()
+    for number in gl.static_range(QUERIES):
+        w, o = ws[number], os[number]
+        if number >= FIRST:
+            c = _dot(k, w) * (norm * token.beta)
+            o = gl.fma(v, c, o)
+            if CONFIG.DELTA:
+                w = gl.fma(k, -(c * norm), w)
+            w = w * factor
+        before = before + (w,)
+        outputs = outputs + (o,)
+    return before, outputs
 
 
 @gluon.jit
-def _go_through(w, o, shared, count, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """Return (w, o) before the last `count` tokens of the tail."""
+def _go_through(
+    ws, os, shared, count, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Return (w, o) of all queries before the last `count` tokens of the tail."""
     GROUP: gl.constexpr = CONFIG.GROUP
     for group in range(0, gl.cdiv(count, GROUP)):
         for number in gl.static_range(GROUP):
             row = group * GROUP + number
             k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
             decay, beta = gates(shared, group, number, KEYS, CONFIG)
-            w, o = _go_back(w, o, Token(k, v, decay, beta), CONFIG)
-    return w, o
+            ws, os = _go_back(ws, os, Token(k, v, decay, beta), 0, CONFIG)
+    return ws, os
 
 
 @gluon.jit
-def _multiply_state(shared, w, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+def _multiply_state(shared, w, number: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     """Return the product of the rows of the state and w, [ROWS * PASSES]."""
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
-    shared.query.store(w)
+    query = shared.query.index(number)
+    query.store(w)
     acc = gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        x = shared.query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
+        x = query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
         rows = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
         acc = gl.fma(rows, x[None, :], acc)
     return gl.sum(acc, 1)
 
 
 @gluon.jit
-def decode_token(
+def decode_tokens(
     request,
     base,
     new,
-    query,
+    queries,
     shared,
-    slots,
     skip,
-    out,
     scale,
     head,
-    block,
     LAYOUT: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """Compute a new `Token` and write its output and its slot. Copies of tail and state are under
-    way."""
+    """Return the outputs [ROWS * PASSES] of the new tokens, a `Token`, float32. Copies of tail and
+    state are under way."""
+    QUERIES: gl.constexpr = CONFIG.QUERIES
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     KEYS: gl.constexpr = key_layout(CONFIG)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    state = slots.state
-    w, o = _go_back(query, gl.zeros([SPAN], gl.float32, ROWS), new, CONFIG)
+    ws = queries
+    os = ()
+    for _number in gl.static_range(QUERIES):
+        os = os + (gl.zeros([SPAN], gl.float32, ROWS),)
+    # Always true. ptxas would put this in front of the copies, which would wait for the tokens; it
+    # moves nothing over a branch.
+    if request.end > 0:
+        for last in gl.static_range(QUERIES - 1, -1, -1):
+            ws, os = _go_back(ws, os, token_of(new, last), last, CONFIG)
     wait_for_copies(1)
-    w, o = _go_through(w, o, shared, request.computed - base, KEYS, ROWS, CONFIG)
+    ws, os = _go_through(ws, os, shared, request.computed - base, KEYS, ROWS, CONFIG)
     wait_for_copies(0)
-    factor = scale
-    if CONFIG.NORM:
-        factor = scale * gl.rsqrt(_dot(query, query) + CONFIG.EPS)
-    o = (o + _multiply_state(shared, w, LAYOUT, CONFIG)) * factor
-    if CONFIG.HAS_SKIP:
-        o = gl.fma(new.v.to(gl.float32), gl.load(skip + head).to(gl.float32), o)
-    place = out + head * CONFIG.O_H + request.first.to(gl.int64) * CONFIG.O_T + block * SPAN
-    gl.store(place + gl.arange(0, SPAN, ROWS), o.to(out.dtype.element_ty))
-    if request.end % CONFIG.UNIT == 0:
-        fill_chunk(shared, new, state, request.slot, head, block, CONFIG)
-    else:
+    outputs = ()
+    for number in gl.static_range(QUERIES):
+        factor = scale
+        if CONFIG.NORM:
+            factor = scale * gl.rsqrt(_dot(queries[number], queries[number]) + CONFIG.EPS)
+        o = (os[number] + _multiply_state(shared, ws[number], number, LAYOUT, CONFIG)) * factor
+        if CONFIG.HAS_SKIP:
+            o = gl.fma(new.v[number].to(gl.float32), gl.load(skip + head).to(gl.float32), o)
+        outputs = outputs + (o,)
+    return outputs
+
+
+@gluon.jit
+def store_outputs(outputs, request, out, head, block, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Store the outputs of the new tokens that exist."""
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    place = out + head * CONFIG.O_H + block * SPAN + gl.arange(0, SPAN, ROWS)
+    for number in gl.static_range(QUERIES):
+        if number < request.count:
+            row = place + (request.first.to(gl.int64) + number) * CONFIG.O_T
+            gl.store(row, outputs[number].to(out.dtype.element_ty))
+
+
+@gluon.jit
+def store_slot(
+    request, base, new, shared, slots, head, block, KEYS: gl.constexpr, ROWS, CONFIG: gl.constexpr
+):
+    """Write what the step leaves in the slot."""
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    kept = kept_state(request, CONFIG)
+    if kept > base:
+        count = request.computed - base
+        fill_chunk(shared, token_of(new, 0), count, slots.state, request.slot, head, block, CONFIG)
+    has_tail = kept <= base
+    if CONFIG.D > 0:
+        has_tail = request.end > kept
+    if has_tail:
         target = open_tail(slots.tail, request.slot, head, CONFIG)
         if request.source != request.slot:
-            copy_slot(shared, request, base, state, target, head, block, KEYS, ROWS, CONFIG)
-        store_token(new, request.computed, target, head, block, KEYS, ROWS, CONFIG)
+            copy_slot(
+                shared, request, base, kept, slots.state, target, head, block, KEYS, ROWS, CONFIG
+            )
+        for number in gl.static_range(QUERIES):
+            position = request.computed + number
+            if (position >= kept) & (position < request.end):
+                one = token_of(new, number)
+                store_token(one, position, target, head, block, KEYS, ROWS, CONFIG)
     store_positions(slots.positions, request, head, block, CONFIG)
 
 
@@ -172,7 +223,7 @@ def copied_decode_kernel(
     num_tokens,
     CONFIG: gl.constexpr,
 ):
-    """Compute one new token of one request for ROWS * PASSES value rows of one state head.
+    """Compute at most QUERIES tokens of one request for ROWS * PASSES value rows of one state head.
 
     CONFIG is a `StateConfig` with GROUP, for heads whose rows fill the programs. Arguments and grid
     are those of `state_step_kernel`. Files: `state_memory`, `state_slots`, `state_fill`.
@@ -198,9 +249,12 @@ def copied_decode_kernel(
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = open_tail(tails, request.source, head, CONFIG)
     shared = allocate(tail, CONFIG)
-    new, query = load_token(request, tokens, block, KEYS, ROWS, CONFIG)
+    new, queries = load_tokens(request, tokens, block, KEYS, ROWS, CONFIG)
+    partition_barrier()  # ptxas would put these loads behind the copies
     copy_tail(shared, request, base, tokens, tail, block, CONFIG)
     copy_state(shared, state, request.source, head, block, base, CONFIG)
+    given = skip, scale, head
+    outputs = decode_tokens(request, base, new, queries, shared, *given, LAYOUT, CONFIG)
+    store_outputs(outputs, request, out, head, block, ROWS, CONFIG)
     slots_of = Slots(state, positions, tails)
-    given = shared, slots_of, skip, out, scale, head, block
-    decode_token(request, base, new, query, *given, LAYOUT, CONFIG)
+    store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, CONFIG)

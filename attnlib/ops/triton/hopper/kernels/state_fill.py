@@ -14,6 +14,7 @@ from attnlib.ops.triton.hopper.kernels.state_memory import (
     key_layout,
     row_parts,
     state_layout,
+    tail_rows,
 )
 from attnlib.ops.triton.hopper.kernels.state_products import fill_by_products
 from attnlib.ops.triton.hopper.kernels.state_slots import Token, store_state
@@ -59,43 +60,48 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _load_token(shared, new, step, first: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
-    """Return the token of a step for the value rows from `first` on, as `_go_forward` takes it."""
-    UNIT: gl.constexpr = CONFIG.UNIT
+def _load_token(
+    shared, new, count, step, first: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Return the token of a step for the value rows from `first` on, as `_go_forward` takes it.
+    `count` tokens are in the tail."""
+    TAIL: gl.constexpr = tail_rows(CONFIG)
     PART: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROWS: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES // _passes(CONFIG)
-    # From the oldest one in row UNIT - 2 to row 0, and then row UNIT - 1.
-    row = (2 * UNIT - 2 - step) % UNIT
+    # From the oldest one in row count - 1 on; row TAIL - 1 comes after row 0.
+    row = (count + TAIL - 1 - step) % TAIL
     group, number = row // CONFIG.GROUP, row % CONFIG.GROUP
     decay, beta = gates(shared, group, number, key_layout(CONFIG), CONFIG)
     if CONFIG.DECAY == DECAY_CHANNEL:
         decay = row_parts(shared.decays.index(row), PART)
     else:
-        decay = gl.exp(gl.where(step == UNIT - 1, new.decay, decay))
+        decay = gl.exp(gl.where(row == TAIL - 1, new.decay, decay))
     if CONFIG.HAS_BETA:
-        beta = gl.where(step == UNIT - 1, new.beta, beta)
+        beta = gl.where(row == TAIL - 1, new.beta, beta)
     values = shared.value_rows.index(row).slice(first, ROWS)
     v = values.load(gl.SliceLayout(1, LAYOUT))
     return Token(row_parts(shared.key_rows.index(row), PART), v, decay, beta)
 
 
 @gluon.jit
-def fill_chunk(shared, new, state, slot, head, block, CONFIG: gl.constexpr):
-    """Store the state after the chunk that the new token fills."""
+def fill_chunk(shared, new, count, state, slot, head, block, CONFIG: gl.constexpr):
+    """Store the state after the chunk that begins `count` tokens before the `new` one, and ends
+    with it or before it."""
     UNIT: gl.constexpr = CONFIG.UNIT
+    TAIL: gl.constexpr = tail_rows(CONFIG)
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
     TIMES: gl.constexpr = _passes(CONFIG)
     ROWS: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES // TIMES
     LAYOUT: gl.constexpr = state_layout(CONFIG, TIMES)
-    shared.key_rows.index(UNIT - 1).store(new.k)
-    shared.value_rows.index(UNIT - 1).store(new.v)
-    if CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
+    shared.key_rows.index(TAIL - 1).store(new.k)
+    shared.value_rows.index(TAIL - 1).store(new.v)
+    if CONFIG.D == 0 and CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
         fill_by_products(shared, new, state, slot, head, block, CONFIG)
         return
     if CONFIG.DECAY == DECAY_CHANNEL:
         COPY: gl.constexpr = copy_layout(CONFIG.DK, 4, CONFIG.WARPS)
-        shared.decays.index(UNIT - 1).store(new.decay)
-        SHAPE: gl.constexpr = [UNIT, CONFIG.DK]
+        shared.decays.index(TAIL - 1).store(new.decay)
+        SHAPE: gl.constexpr = [TAIL, CONFIG.DK]
         rows = reinterpret(shared.decays, gl.float32, SHAPE, ROWS_LAYOUT)
         rows.store(gl.exp(rows.load(COPY)))
     for time in gl.static_range(TIMES):
@@ -104,6 +110,6 @@ def fill_chunk(shared, new, state, slot, head, block, CONFIG: gl.constexpr):
         for part in gl.static_range(PARTS):
             s = s + (rows.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT),)
         for step in range(0, UNIT):
-            token = _load_token(shared, new, step, time * ROWS, LAYOUT, CONFIG)
+            token = _load_token(shared, new, count, step, time * ROWS, LAYOUT, CONFIG)
             s = _go_forward(s, token, CONFIG)
         store_state(s, state, slot, head, block, time * ROWS, LAYOUT, CONFIG)

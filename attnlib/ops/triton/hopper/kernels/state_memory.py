@@ -23,6 +23,7 @@ __all__ = [
     "key_layout",
     "row_parts",
     "state_layout",
+    "tail_rows",
 ]
 
 PART_KEYS: gl.constexpr = gl.constexpr(32)
@@ -38,11 +39,11 @@ class Shared(NamedTuple):
 
     Attributes:
         state: [ROWS * PASSES, DK] float32.
-        key_rows, value_rows: [UNIT, DK] and [UNIT, ROWS * PASSES] as stored. The last row is that
-            of the new token, where it fills the chunk.
-        decays: [UNIT, DK] for decays per channel, else [UNIT / GROUP, GROUP].
-        betas: [UNIT / GROUP, GROUP].
-        query: [DK] float32, behind the tail.
+        key_rows, value_rows: [TAIL, DK] and [TAIL, ROWS * PASSES] as stored, see `tail_rows`. The
+            last row is that of the first new token, where it fills a chunk.
+        decays: [TAIL, DK] for decays per channel, else [TAIL / GROUP, GROUP].
+        betas: [TAIL / GROUP, GROUP].
+        query: [QUERIES, DK] float32, behind the tail.
     """
 
     state: Any
@@ -51,6 +52,12 @@ class Shared(NamedTuple):
     decays: Any
     betas: Any
     query: Any
+
+
+@gluon.constexpr_function
+def tail_rows(CONFIG):
+    """A power of two of rows in shared memory for the tokens of a tail, at most UNIT - 1 + D."""
+    return CONFIG.UNIT if CONFIG.D == 0 else 2 * CONFIG.UNIT
 
 
 @gluon.constexpr_function
@@ -85,21 +92,22 @@ def copy_layout(columns, vector, warps):
 @gluon.jit
 def allocate(tail, CONFIG: gl.constexpr):
     """Return the `Shared` memory of a program."""
-    GROUPS: gl.constexpr = [CONFIG.UNIT // CONFIG.GROUP, CONFIG.GROUP]
+    TAIL: gl.constexpr = tail_rows(CONFIG)
+    GROUPS: gl.constexpr = [TAIL // CONFIG.GROUP, CONFIG.GROUP]
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     KEYS: gl.constexpr = tail.k.dtype.element_ty
     VALUES: gl.constexpr = tail.v.dtype.element_ty
     if CONFIG.DECAY == DECAY_CHANNEL:
-        decays = gl.allocate_shared_memory(gl.float32, [CONFIG.UNIT, CONFIG.DK], VECTOR)
+        decays = gl.allocate_shared_memory(gl.float32, [TAIL, CONFIG.DK], VECTOR)
     else:
         decays = gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR)
     return Shared(
         gl.allocate_shared_memory(gl.float32, [SPAN, CONFIG.DK], _STATE),
-        gl.allocate_shared_memory(KEYS, [CONFIG.UNIT, CONFIG.DK], VECTOR),
-        gl.allocate_shared_memory(VALUES, [CONFIG.UNIT, SPAN], VECTOR),
+        gl.allocate_shared_memory(KEYS, [TAIL, CONFIG.DK], VECTOR),
+        gl.allocate_shared_memory(VALUES, [TAIL, SPAN], VECTOR),
         decays,
         gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR),
-        gl.allocate_shared_memory(gl.float32, [CONFIG.DK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [CONFIG.QUERIES, CONFIG.DK], VECTOR),
     )
 
 
@@ -107,7 +115,7 @@ def allocate(tail, CONFIG: gl.constexpr):
 def _ring_rows(row, request, base, CONFIG: gl.constexpr):
     """Return the rows of a tail in the slot, and which exist."""
     ring = request.computed % CONFIG.RING - 1 - row  # one division for all rows
-    exists = (row < request.computed - base) & (row < CONFIG.UNIT - 1)
+    exists = (row < request.computed - base) & (row < CONFIG.UNIT - 1 + CONFIG.D)
     return gl.where(ring < 0, ring + CONFIG.RING, ring), exists
 
 
@@ -115,7 +123,7 @@ def _ring_rows(row, request, base, CONFIG: gl.constexpr):
 def _copy_rows(
     target, source, request, base, STRIDE: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Copy rows of the tail to `target` [UNIT, columns]; STRIDE is from one to the next."""
+    """Copy rows of the tail to `target` [TAIL, columns]; STRIDE is from one to the next."""
     ROWS: gl.constexpr = target.shape[0]
     COLUMNS: gl.constexpr = target.shape[1]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -128,9 +136,9 @@ def _copy_rows(
 
 @gluon.jit
 def _copy_numbers(target, source, request, base, STRIDE: gl.constexpr, CONFIG: gl.constexpr):
-    """Copy one number of each row of the tail to `target` [UNIT / GROUP, GROUP]."""
+    """Copy one number of each row of the tail to `target` [TAIL / GROUP, GROUP]."""
     GROUP: gl.constexpr = CONFIG.GROUP
-    GROUPS: gl.constexpr = CONFIG.UNIT // GROUP
+    GROUPS: gl.constexpr = tail_rows(CONFIG) // GROUP
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // GROUP, GROUP], [CONFIG.WARPS, 1], [1, 0])
     first = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT)) * GROUP
     row = first[:, None] + gl.arange(0, GROUP, gl.SliceLayout(0, LAYOUT))[None, :]

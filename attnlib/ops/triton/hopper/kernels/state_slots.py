@@ -14,12 +14,22 @@ from attnlib.ops.triton.hopper.kernels.state_memory import (
 )
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
 
-__all__ = ["Token", "clear_rows", "copy_slot", "load_token", "store_state", "store_token"]
+__all__ = [
+    "Token",
+    "clear_rows",
+    "copy_slot",
+    "load_gates",
+    "load_tokens",
+    "new_token",
+    "store_state",
+    "store_token",
+    "token_of",
+]
 
 
 class Token(NamedTuple):
     """The inputs of a token for one head: k [DK] and v [ROWS * PASSES] as stored, the decay, a
-    number or [DK], and beta."""
+    number or [DK], and beta; of several tokens, tuples of them."""
 
     k: Any
     v: Any
@@ -28,23 +38,55 @@ class Token(NamedTuple):
 
 
 @gluon.jit
-def load_token(request, tokens, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
-    """Return the new `Token` and its query, [DK] float32."""
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    key = gl.arange(0, CONFIG.DK, KEYS)
+def new_token(request, number: gl.constexpr):
+    """Return the row of a new token in the batch; that of the last one, if there are not as many,
+    which no token before it depends on."""
     token = request.first.to(gl.int64)
-    k = gl.load(tokens.k + token * CONFIG.K_T + key)
-    q = gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32)
-    v = gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + gl.arange(0, SPAN, ROWS))
+    if number > 0:
+        token = token + gl.minimum(request.count - 1, number)
+    return token
+
+
+@gluon.jit
+def load_gates(token, tokens, KEYS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return (decay, beta) of a row of the batch."""
     place = tokens.decay + token * CONFIG.G_T
     if CONFIG.DECAY == DECAY_CHANNEL:
-        decay = gl.load(place + key)
+        decay = gl.load(place + gl.arange(0, CONFIG.DK, KEYS))
     else:
         decay = gl.load(place)
     beta = 1.0
     if CONFIG.HAS_BETA:
         beta = gl.load(tokens.beta + token * CONFIG.B_T)
-    return Token(k, v, decay, beta), q
+    return decay, beta
+
+
+@gluon.jit
+def load_tokens(request, tokens, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
+    """Return the `Token` of all new tokens, and their queries [DK] float32, see `new_token`."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    key, row = gl.arange(0, CONFIG.DK, KEYS), gl.arange(0, SPAN, ROWS)
+    ks = ()
+    vs = ()
+    decays = ()
+    betas = ()
+    queries = ()
+    for number in gl.static_range(QUERIES):
+        token = new_token(request, number)
+        ks = ks + (gl.load(tokens.k + token * CONFIG.K_T + key),)
+        queries = queries + (gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32),)
+        vs = vs + (gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + row),)
+        decay, beta = load_gates(token, tokens, KEYS, CONFIG)
+        decays = decays + (decay,)
+        betas = betas + (beta,)
+    return Token(ks, vs, decays, betas), queries
+
+
+@gluon.jit
+def token_of(new, number: gl.constexpr):
+    """Return the `Token` of one of several."""
+    return Token(new.k[number], new.v[number], new.decay[number], new.beta[number])
 
 
 @gluon.jit
@@ -78,17 +120,20 @@ def store_token(token, position, tail, head, block, KEYS: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def copy_slot(shared, request, base, state, target, head, block, KEYS: gl.constexpr, ROWS, CONFIG):
-    """Write what a fork keeps of its source: the state and the tail before the new token."""
+def copy_slot(
+    shared, request, base, kept, state, target, head, block, KEYS: gl.constexpr, ROWS, CONFIG
+):
+    """Write what a fork keeps of its source: the state at `kept`, if it is that at `base`, and the
+    tail from there on."""
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
     LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
-    if base > 0:
+    if (base > 0) & (kept == base):
         for part in gl.static_range(PARTS):
             x = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
             store_state(
                 (x,), state + part * PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
             )
-    for row in range(0, request.computed - base):
+    for row in range(0, request.computed - kept):
         k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
         decay, beta = gates(shared, row // CONFIG.GROUP, row % CONFIG.GROUP, KEYS, CONFIG)
         token = Token(k, v, decay, beta)

@@ -36,4 +36,13 @@ def test_emulated_decodes_in_one_launch() -> None:
     """The bits of outputs and slots are those of separate launches, over two chunks and a fork."""
     for result in compile_in_process("tests.ops.triton.hopper.emulated_fused_steps"):
         assert not result["differ"] and result["clears"], result
-        assert result["launches"] == 36 and result["error"] < 2e-2, result  # three roundings
+        assert result["launches"] == result["steps"] > 10, result
+        assert result["error"] < 2e-2, result  # three roundings
+
+
+@pytest.mark.slow
+def test_emulated_drafts() -> None:
+    """T10: steps of up to four tokens, some of which are taken back, and forks of them."""
+    for result in compile_in_process("tests.ops.triton.hopper.emulated_states", "--drafts"):
+        assert max(result["errors"]) < LIMIT and result["keeps"], result
+        assert result["launches"] == result["all"] > 10, result
