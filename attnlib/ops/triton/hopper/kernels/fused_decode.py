@@ -12,11 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, reinterpret
-from attnlib.ops.triton.hopper.kernels.state_decode import (
-    decode_tokens,
-    store_outputs,
-    store_slot,
+from attnlib.ops.triton.hopper.kernels.fused_tokens import (
+    has_groups,
+    load_channels,
+    load_norms,
+    load_projections,
+    new_tokens,
+    store_normalized,
 )
+from attnlib.ops.triton.hopper.kernels.state_decode import decode_tokens, store_slot
 from attnlib.ops.triton.hopper.kernels.state_memory import (
     ROWS_LAYOUT,
     VECTOR,
@@ -26,12 +30,7 @@ from attnlib.ops.triton.hopper.kernels.state_memory import (
     key_layout,
     state_layout,
 )
-from attnlib.ops.triton.hopper.kernels.state_slots import (
-    Token,
-    clear_rows,
-    load_gates,
-    new_token,
-)
+from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, store_outputs
 from attnlib.ops.triton.kernels.fused_step import (
     FUSED_UNALIGNED,
     normalize_head,
@@ -45,7 +44,6 @@ from attnlib.ops.triton.kernels.short_convolution import (
     write_window,
 )
 from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
     Slots,
     StateBatch,
     Tail,
@@ -57,7 +55,6 @@ from attnlib.ops.triton.kernels.state_requests import (
     open_request,
     open_tail,
 )
-from attnlib.ops.triton.kernels.step_parts import load_norm, normalized, step_beta, step_decay
 
 __all__ = ["fused_decode_kernel"]
 
@@ -66,108 +63,6 @@ __all__ = ["fused_decode_kernel"]
 def _channel_layout(CONFIG):
     """[tokens, channels]: each thread has four channels of all tokens."""
     return gl.BlockedLayout([1, 4], [1, 32], [1, CONFIG.STATE.WARPS], [1, 0])
-
-
-@gluon.constexpr_function
-def _has_groups(CONFIG):
-    """Whether a program computes whole groups of the norm."""
-    size = CONFIG.STATE.ROWS * CONFIG.STATE.PASSES
-    return CONFIG.STEP.NORM and CONFIG.STEP.SIZE == size == CONFIG.STATE.DV
-
-
-@gluon.jit
-def _load_projections(request, a, b, tokens, head, KEYS: gl.constexpr, CONFIG: gl.constexpr):
-    """Return what `_gates` takes of the new tokens: projections, or (decay, beta) as given."""
-    STATE: gl.constexpr = CONFIG.STATE
-    STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = STATE.QUERIES
-    found = ()
-    for number in gl.static_range(QUERIES):
-        token = new_token(request, number)
-        if STEP.GATES == 0:
-            found = found + (load_gates(token, tokens, KEYS, STATE),)
-        else:
-            x = _load_channels(a + token * STEP.A_T, head, KEYS, STATE)
-            y = x
-            if STEP.HAS_BETA and STEP.GATES != 3:
-                y = gl.load(b + token * STEP.B_T + head)
-            found = found + ((x, y),)
-    return found
-
-
-@gluon.jit
-def _load_channels(base, head, KEYS: gl.constexpr, STATE: gl.constexpr):
-    """Return the number of a head, or its channels [DK] where decays have them."""
-    if STATE.DECAY == DECAY_CHANNEL:
-        x = gl.load(base + head * STATE.DK + gl.arange(0, STATE.DK, KEYS))
-    else:
-        x = gl.load(base + head)
-    return x
-
-
-@gluon.jit
-def _gates(projections, rate, shift, CONFIG: gl.constexpr):
-    """Return (decay, beta) of a token."""
-    STEP: gl.constexpr = CONFIG.STEP
-    decay, beta = projections
-    if STEP.GATES != 0:
-        decay, size = step_decay(decay.to(gl.float32) + shift.to(gl.float32), rate, STEP)
-        if STEP.GATES == 3:
-            beta = size
-        elif STEP.HAS_BETA:
-            beta = step_beta(beta, STEP)
-        else:
-            beta = 1.0
-    return decay, beta
-
-
-@gluon.jit
-def _new_tokens(rows, projections, rate, shift, KEYS: gl.constexpr, ROWS, CONFIG: gl.constexpr):
-    """Return the `Token` of all new tokens and their queries, from convolved `rows`."""
-    STATE: gl.constexpr = CONFIG.STATE
-    SPAN: gl.constexpr = STATE.ROWS * STATE.PASSES
-    QUERIES: gl.constexpr = STATE.QUERIES
-    ks = ()
-    vs = ()
-    decays = ()
-    betas = ()
-    queries = ()
-    for number in gl.static_range(QUERIES):
-        row = rows.index(number)
-        queries = queries + (row.slice(0, STATE.DK).load(KEYS).to(gl.float32),)
-        ks = ks + (row.slice(CONFIG.WIDTH, STATE.DK).load(KEYS),)
-        vs = vs + (row.slice(2 * CONFIG.WIDTH, SPAN).load(ROWS),)
-        decay, beta = _gates(projections[number], rate, shift, CONFIG)
-        decays = decays + (decay,)
-        betas = betas + (beta,)
-    return Token(ks, vs, decays, betas), queries
-
-
-@gluon.jit
-def _load_norms(request, z, weight, head, index, CONFIG: gl.constexpr):
-    """Return what `load_norm` returns of each new token, if the program has its group."""
-    STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = CONFIG.STATE.QUERIES
-    found = ()
-    if _has_groups(CONFIG):
-        for number in gl.static_range(QUERIES):
-            token = new_token(request, number)
-            found = found + (load_norm(z, weight, token, head, index, STEP),)
-    return found
-
-
-@gluon.jit
-def _store_normalized(outputs, norms, request, out, head, index, CONFIG: gl.constexpr):
-    """Normalize and store the outputs of the new tokens that exist."""
-    STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = CONFIG.STATE.QUERIES
-    for number in gl.static_range(QUERIES):
-        if number < request.count:
-            x = gl.convert_layout(outputs[number].to(out.dtype.element_ty), index.type.layout)
-            gate, factor = norms[number]
-            x = normalized(x, gate, factor, STEP)
-            place = out + (request.first.to(gl.int64) + number) * STEP.O_T + head * STEP.SIZE
-            gl.store(place + index, x.to(out.dtype.element_ty))
 
 
 @gluon.jit(
@@ -241,8 +136,8 @@ def fused_decode_kernel(
     position, exists = request.computed + token, token < request.count
     pairs = load_inputs(inputs, position, exists, CHANNELS)
     tokens = open_head(Tokens(x, x, x, decay, beta), head, STATE)
-    projections = _load_projections(request, a, b, tokens, head, KEYS, CONFIG)
-    norms = _load_norms(request, z, norm_weight, head, index, CONFIG)
+    projections = load_projections(request, a, b, tokens, head, KEYS, CONFIG)
+    norms = load_norms(request, z, norm_weight, head, index, CONFIG)
     partition_barrier()  # ptxas would put these loads behind the copies
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = open_tail(tails, request.source, head, STATE)
@@ -253,7 +148,7 @@ def fused_decode_kernel(
     taps, speed, shift = load_taps(weight, bias, channels, CHANNELS), scale, scale
     if STEP.GATES != 0:
         speed = gl.load(rate + head).to(gl.float32)
-        shift = _load_channels(gate_bias, head, KEYS, STATE)
+        shift = load_channels(gate_bias, head, KEYS, STATE)
     # A step of at most D + 1 tokens writes no row that another program reads.
     inputs = Inputs(place, held, request.computed, writes[None, :])
     zero = gl.arange(0, 1, TOKEN)
@@ -262,14 +157,14 @@ def fused_decode_kernel(
     SHAPE: gl.constexpr = [STATE.QUERIES, CONFIG.ELEMENTS]
     rows = gl.allocate_shared_memory(KIND, SHAPE, VECTOR)
     reinterpret(rows, KIND, SHAPE, ROWS_LAYOUT).store(convolve(pairs, taps, CHANNELS).to(KIND))
-    new, queries = _new_tokens(rows, projections, speed, shift, KEYS, ROWS, CONFIG)
+    new, queries = new_tokens(rows, projections, speed, shift, KEYS, ROWS, CONFIG)
     given = skip, scale, head
     outputs = decode_tokens(request, base, new, queries, shared, *given, LAYOUT, STATE)
-    if _has_groups(CONFIG):
-        _store_normalized(outputs, norms, request, out, head, index, CONFIG)
+    if has_groups(CONFIG):
+        store_normalized(outputs, norms, request, out, head, index, CONFIG)
     else:
         store_outputs(outputs, request, out, head, block, ROWS, STATE)
     slots_of = Slots(state, positions, tails)
     store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, STATE)
-    if STEP.NORM and not _has_groups(CONFIG):
+    if STEP.NORM and not has_groups(CONFIG):
         normalize_head(request, out, z, norm_weight, counters, index, head, CONFIG)

@@ -30,6 +30,7 @@ from attnlib.ops.triton.hopper.kernels.state_slots import (
     clear_rows,
     copy_slot,
     load_tokens,
+    store_outputs,
     store_token,
     token_of,
 )
@@ -49,7 +50,7 @@ from attnlib.ops.triton.kernels.state_requests import (
     store_positions,
 )
 
-__all__ = ["copied_decode_kernel", "decode_tokens", "store_outputs", "store_slot"]
+__all__ = ["copied_decode_kernel", "decode_tokens", "store_slot"]
 
 
 @gluon.jit
@@ -157,18 +158,6 @@ def decode_tokens(
             o = gl.fma(new.v[number].to(gl.float32), gl.load(skip + head).to(gl.float32), o)
         outputs = outputs + (o,)
     return outputs
-
-
-@gluon.jit
-def store_outputs(outputs, request, out, head, block, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """Store the outputs of the new tokens that exist."""
-    QUERIES: gl.constexpr = CONFIG.QUERIES
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    place = out + head * CONFIG.O_H + block * SPAN + gl.arange(0, SPAN, ROWS)
-    for number in gl.static_range(QUERIES):
-        if number < request.count:
-            row = place + (request.first.to(gl.int64) + number) * CONFIG.O_T
-            gl.store(row, outputs[number].to(out.dtype.element_ty))
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ __all__ = [
     "load_gates",
     "load_tokens",
     "new_token",
+    "store_outputs",
     "store_state",
     "store_token",
     "token_of",
@@ -87,6 +88,18 @@ def load_tokens(request, tokens, block, KEYS: gl.constexpr, ROWS: gl.constexpr, 
 def token_of(new, number: gl.constexpr):
     """Return the `Token` of one of several."""
     return Token(new.k[number], new.v[number], new.decay[number], new.beta[number])
+
+
+@gluon.jit
+def store_outputs(outputs, request, out, head, block, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Store the outputs of the new tokens that exist."""
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    place = out + head * CONFIG.O_H + block * SPAN + gl.arange(0, SPAN, ROWS)
+    for number in gl.static_range(QUERIES):
+        if number < request.count:
+            row = place + (request.first.to(gl.int64) + number) * CONFIG.O_T
+            gl.store(row, outputs[number].to(out.dtype.element_ty))
 
 
 @gluon.jit
