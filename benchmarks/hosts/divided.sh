@@ -22,7 +22,7 @@ row() { # SECONDS LOG COMMAND...
   grep -as "^long" "$out/$2"
 }
 if [ "$part" != rates ]; then
-  [ -d "$models/mqa" ] || row 150 models.log python "$here/../../tests/hosts/models.py" "$models"
+  [ -d "$models/mqa" ] || row 150 models.log python "$here/../../tests/hosts/models.py" "$models" mqa gemma2-mqa deepseek
   python "$here/vllm_gpu_cases.py" "$models" "$out/cases" divided "$gpus"
   for case in "$out"/cases/*.json; do
     name=$(basename "$case" .json)

@@ -100,8 +100,11 @@ ENGINES: dict[str, Engine] = {
     "eager-joined-write/attnlib": Engine("--workloads one short --mode eager --joined-write"),
 }  # fmt: skip
 """Row -> engine, the most important ones first."""
-TOKENS = {"tokens": (), "tokens-latent": ("latent",)}
-"""Row -> arguments of `vllm_gpu_cases.py`."""
+TOKENS = {
+    "tokens": (("llama", "mistral", "gemma2", "loops"), ()),
+    "tokens-latent": (("deepseek",), ("latent",)),
+}  # fmt: skip
+"""Row -> models, and arguments of `vllm_gpu_cases.py`."""
 TOKEN_SECONDS = 150.0
 
 
@@ -123,7 +126,7 @@ class Run:
         """The result of a row; `error` where it has no more than the workloads before."""
         self._logs.mkdir(parents=True, exist_ok=True)
         if row in TOKENS:
-            return self._compare_tokens(row, TOKENS[row])
+            return self._compare_tokens(row, *TOKENS[row])
         engine = ENGINES[row]
         if not engine.keeps_cache:
             shutil.rmtree(self._cache(row), ignore_errors=True)
@@ -142,13 +145,15 @@ class Run:
             error = error or " | ".join(late)
         return {"workloads": found} | ({"error": error} if error else {})
 
-    def _compare_tokens(self, row: str, kind: tuple[str, ...]) -> dict[str, Any]:
+    def _compare_tokens(
+        self, row: str, names: tuple[str, ...], kind: tuple[str, ...]
+    ) -> dict[str, Any]:
         end = time.monotonic() + TOKEN_SECONDS
         with tempfile.TemporaryDirectory() as models:
             cases, results = (self._logs / f"{row}-{name}.json" for name in ("cases", "results"))
             script = [HERE / "vllm_gpu_cases.py", models, cases]
             error = (
-                self._run(row, [TESTS / "models.py", models], end)
+                self._run(row, [TESTS / "models.py", models, *names], end)
                 or self._run(row, [*script, *kind], end)
                 or self._run(row, [TESTS / "run_engine.py", cases, results], end)
                 or self._run(f"{row}-report", [*script, results], end)

@@ -1,6 +1,6 @@
 """Cases for `tests/hosts/run_engine.py` on a GPU: tiny models, token for token.
 
-    python tests/hosts/models.py MODELS
+    python tests/hosts/models.py MODELS llama mistral gemma2 loops deepseek mqa gemma2-mqa
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json
     TEST_VLLM_CPU=0 python tests/hosts/run_engine.py cases.json results.json
     python benchmarks/hosts/vllm_gpu_cases.py MODELS cases.json results.json     # compares

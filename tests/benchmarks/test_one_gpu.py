@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import one_gpu
+from benchmarks.hosts import one_gpu, vllm_gpu_cases
+from tests.hosts.models import DECODERS
 
 _SCRIPT = """
 import json, os, pathlib, sys, time
@@ -91,3 +92,9 @@ def test_engines_have_arguments_of_the_script(monkeypatch: pytest.MonkeyPatch) -
         arguments = vllm_throughput.command_line().parse_args([*command, "--out", "x"])
         for workload in arguments.workloads:
             assert vllm_throughput.lengths(workload), row
+
+
+def test_cases_of_tokens_name_models_that_are_written(tmp_path: Path) -> None:
+    for names, kind in one_gpu.TOKENS.values():
+        cases = vllm_gpu_cases.latent(tmp_path) if kind else vllm_gpu_cases.cases(tmp_path)
+        assert {Path(case["model"]).name for case in cases.values()} == {*names} <= {*DECODERS}

@@ -1,6 +1,7 @@
 """Tiny models with seeded weights on disk, and the tokens that transformers generates with them.
 
     python tests/hosts/models.py FOLDER
+    python tests/hosts/models.py FOLDER llama gemma2     # only these decoders, and plain tokens
 
 Run in the environment of the hosts (`install.py`), so that both sides have one transformers.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,16 @@ def page_tokens(model: Any, prompt: list[int], name: str, but: int | None = None
     return found
 
 
-def write(folder: Path) -> None:
-    """All models and `expected.json` of each."""
-    for name, make in DECODERS.items():
+def write(folder: Path, names: Sequence[str] = ()) -> None:
+    """All decoders and `expected.json` of each.
+
+    Args:
+        folder: gets a folder for each model.
+        names: of the decoders to write, whose tokens have no formats and no spans; all if empty.
+    """
+    for name in names or DECODERS:
         torch.manual_seed(3)
-        model = make().eval().float()
+        model = DECODERS[name]().eval().float()
         model.config._attn_implementation = "eager"
         model.save_pretrained(folder / name)
         seen_keys = selected_keys.mask if name == SELECTING else None
@@ -255,7 +261,7 @@ def write(folder: Path) -> None:
             "prompts": prompts(), "tokens": [tokens for tokens, _ in rows],
             "lead": min(lead for _, lead in rows),
         }  # fmt: skip
-        if name == WITH_PAGES:
+        if name == WITH_PAGES and not names:
             expected["page_tokens"] = {
                 stored: [page_tokens(model, prompt, stored) for prompt in prompts()]
                 for stored in STORED
@@ -263,7 +269,7 @@ def write(folder: Path) -> None:
             expected["tokens_but_layer_1"] = [
                 page_tokens(model, prompt, next(iter(PAGE_FORMATS)), but=1) for prompt in prompts()
             ]
-        if name in WITH_SPANS:
+        if name in WITH_SPANS and not names:
             long = [prompt for prompt in prompts() if len(prompt) > SPAN[1] + 1]
             window = getattr(model.config, "sliding_window", None)
             seen = functools.partial(span_mask, window=window)
@@ -276,6 +282,9 @@ def write(folder: Path) -> None:
         print(
             f"{name}: {distinct} distinct tokens per prompt, smallest lead {expected['lead']:.2g}"
         )
+
+
+def _write_encoder(folder: Path) -> None:
     torch.manual_seed(3)
     encoder = _bert().eval().float()
     encoder.config._attn_implementation = "eager"
@@ -288,9 +297,17 @@ def write(folder: Path) -> None:
     )
 
 
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Write the named decoders, or everything."""
+    write(folder, names)
+    if names:
+        return
+    _write_encoder(folder)
+    media_models.write(folder)
+    state_models.write(folder, prompts(), generate)
+    drafts.write(folder / "qwen3-drafts", SIZES)
+    drafts.write_noisy(folder / "llama", folder / "llama-drafts")
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
-    media_models.write(Path(sys.argv[1]))
-    state_models.write(Path(sys.argv[1]), prompts(), generate)
-    drafts.write(Path(sys.argv[1]) / "qwen3-drafts", SIZES)
-    drafts.write_noisy(Path(sys.argv[1]) / "llama", Path(sys.argv[1]) / "llama-drafts")
+    main(Path(sys.argv[1]), sys.argv[2:])
