@@ -95,8 +95,8 @@ def test_selected_latents_have_a_hopper_kernel() -> None:
     portable = "prefill, decode: portable Triton kernel over selected keys"
     assert _lines(**latent, **tokens) == ["prefill, decode: Hopper kernel over selected latents"]
     assert _lines("sm_80", **latent, **tokens) == [portable]
-    (line,) = _lines(**{**latent, "num_heads": 96}, **tokens)
-    assert line.startswith(f"{portable} (96 query heads")
+    (line,) = _lines(**{**latent, "num_heads": 97}, **tokens)
+    assert line.startswith(f"{portable} (97 query heads")
     shared = KeySelection(max_blocks=16, query_block_size=4)
     (line,) = _lines(**latent, key_selection=shared)
     assert "lists per query head or shared by query tokens" in line
@@ -126,8 +126,8 @@ def test_latents() -> None:
         "1056); else portable Triton kernel"
     )
     assert "in batches of 4224 keys" in _lines(num_heads=128, **latent)[1]
-    for line in _lines(num_heads=96, **latent):
-        assert "96 query heads; the Hopper kernel over latents takes up to 64" in line
+    for line in _lines(num_heads=97, **latent):
+        assert "97 query heads; the Hopper kernel over latents takes up to 64" in line
     assert _lines(num_heads=16, kv_cache_dtype="fp8", **latent)[1] == decode
     assert _lines("sm_80", num_heads=16, **latent) == ["prefill, decode: portable Triton kernels"]
 
@@ -321,7 +321,7 @@ LATENTS: dict[str, Any] = {
         ({}, KeySelection(max_blocks=16, scope="query_head"), "per query head"),
         ({"sliding_window": 4096}, None, "windows of up to 1024"),
         ({"sliding_window": None}, None, "windows of up to 1024"),
-        ({"num_heads": 96}, None, "96 query heads"),
+        ({"num_heads": 97}, None, "97 query heads"),
     ],
 )
 def test_layers_over_two_key_streams(

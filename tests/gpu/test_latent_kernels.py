@@ -99,6 +99,7 @@ def _compare(name: str, batch: Batch, run: Any, exact: bool = False) -> None:
 SELECTED: dict[str, dict[str, Any]] = {
     "64 heads": {"batch": "q37s300", "heads": 64},
     "128 heads, two requests": {"batch": "q5s700_q0s9_q40s1500", "heads": 128},
+    "96 heads, splits": {"batch": "q1s9000_q1s4097_q1s130", "heads": 96, "entries": 2048},
     "16 heads, float16, blocks of 16": {
         "batch": "q1s37_q7s20_q200s900", "heads": 16, "block_size": 16, "dtype": torch.float16,
     },
@@ -227,6 +228,7 @@ DECODES: dict[str, dict[str, Any]] = {
     # 36 tiles of a request in 264 ranges of 17 become two parts of 18.
     "16 heads, equal parts of requests": {"batch": "124q1s2304", "heads": 16},
     "128 heads, 2 tokens": {"batch": "32q2s4096", "heads": 128},
+    "96 heads, 2 tokens, sinks": {"batch": "9q2s3000_q1s70", "heads": 96, "sinks": True},
     "128 heads, 8 tokens, one request": {"batch": "q8s8192", "heads": 128},
     "32 heads, up to 4 tokens, ragged, blocks of 16": {
         "batch": "q4s4_q1s4097_q4s130_q3s64_q2s65_q4s7000", "heads": 32, "block_size": 16,

@@ -56,8 +56,8 @@ def test_a_surveyed_warmup_covers_random_batches_with_and_without_a_note(tmp_pat
 
 
 def test_a_survey_leaves_other_threads_alone(tmp_path: Path) -> None:
-    """Their launches run, those of the surveyed thread do not, also of kernels that are not new; one
-    survey at a time replaces Triton's methods, and they come back."""
+    """Their launches run, those of the surveyed thread do not, also of kernels that are not new;
+    one survey at a time replaces Triton's methods, and they come back."""
     pytest.importorskip("triton")
     found = _run_module("tests.surveyed_threads", tmp_path)
     assert found["known"] == found["new"] == 1 and found["during"] == ["other", "other"]

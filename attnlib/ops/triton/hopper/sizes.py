@@ -187,9 +187,11 @@ def decode_rows(
 
 
 def latent_head_blocks(num_heads: int) -> int:
-    """Return the number of blocks of query heads that decodes over latents cut a layer into; 0 if
-    heads do not divide into blocks."""
-    return -(-num_heads // LATENT_ROWS) if num_heads <= LATENT_ROWS or not num_heads % 64 else 0
+    """Return the number of blocks of query heads that kernels over latents cut a layer into: as few
+    equal ones as there are with more than half of the rows, or one; 0 if there are none."""
+    least, most = -(-num_heads // LATENT_ROWS), num_heads // (LATENT_ROWS // 2 + 1)
+    found = (blocks for blocks in range(least, max(1, most) + 1) if num_heads % blocks == 0)
+    return next(found, 0)
 
 
 def latent_token_blocks(num_heads: int, max_query_len: int) -> int:

@@ -39,7 +39,8 @@ def streams_unsupported_reasons(
     reasons = latent_reasons(kernel, shape._replace(block_size=BLOCK_SIZES[0]), chip, STREAM_SIZES)
     if not latent_head_blocks(shape.num_heads):
         reasons.append(
-            f"{shape.num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64"
+            f"{shape.num_heads} query heads; the {kernel} takes up to 64, or equal blocks of 33 to "
+            "64"
         )
     sees_all = window[0] < 0 or (window[1] < 0 and not causal)
     if sees_all or max(window) >= MOST_OWN_KEYS or chunk:

@@ -174,8 +174,8 @@ def latent_unsupported_reasons(shape: LayerShape, features: CallFeatures, chip: 
         features = features._replace(tensor_scales=False)
     if not latent_head_blocks(shape.num_heads):
         reasons.append(
-            f"{shape.num_heads} query heads; the {kernel} takes up to {LATENT_ROWS}, or a multiple "
-            f"of {LATENT_ROWS}"
+            f"{shape.num_heads} query heads; the {kernel} takes up to {LATENT_ROWS}, or equal "
+            f"blocks of 33 to {LATENT_ROWS}"
         )
     return reasons + feature_reasons(kernel, features)
 
@@ -214,7 +214,8 @@ def selected_latents_unsupported_reasons(
         )
     if not latent_head_blocks(shape.num_heads):
         reasons.append(
-            f"{shape.num_heads} query heads; the {kernel} takes up to 64, or a multiple of 64"
+            f"{shape.num_heads} query heads; the {kernel} takes up to 64, or equal blocks of 33 to "
+            "64"
         )
     if not one_list_per_token:
         reasons.append(f"lists per query head or shared by query tokens: not read by the {kernel}")

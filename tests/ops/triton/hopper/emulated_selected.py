@@ -32,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "32 heads, splits, sinks": {
         "batch": "q1s200_q1s129", "heads": 32, "entries": 193, "splits": 2, "sinks": True,
     },
+    "96 heads, splits, sinks": {
+        "batch": "q1s200_q1s129", "heads": 96, "entries": 193, "splits": 2, "sinks": True,
+    },
     "32 heads, blocks, window": {
         "batch": "q1s200_q2s129", "heads": 32, "entries": 12, "select": 16,
         "params": {"window": (99, 0)},

@@ -208,7 +208,7 @@ def test_latents_on_hopper_need_keys() -> None:
         ((16, 16, 4), 64 * 132 // 16),
         ((7, 128, 1), -(-64 * 132 // 14)),
         ((32, 128, 2), 64 * 132 // 128),
-        ((32, 96, 1), None),
+        ((32, 97, 1), None),
     ):
         assert latent_decode_keys(*batch, 132) == keys, batch
 
@@ -227,17 +227,18 @@ def _latent(
 
 def test_latents_of_any_number_of_tokens() -> None:
     """P10: blocks of up to 64 rows: up to 64 heads of one or more tokens."""
-    for heads in (1, 5, 16, 64, 128):
+    for heads in (1, 5, 16, 64, 80, 96, 128):
         assert _latent(heads) == []
     blocks = [latent_blocks(*sizes) for sizes in ((5, 12), (5, 13), (16, 8), (20, 7), (128, 8))]
     assert blocks == [1, 2, 2, 3, 16]
-    assert [latent_head_blocks(heads) for heads in (1, 64, 65, 96, 128, 192)] == [1, 1, 0, 0, 2, 3]
+    heads = {1: 1, 64: 1, 65: 0, 69: 0, 80: 2, 96: 2, 117: 3, 128: 2, 192: 3}
+    assert {number: latent_head_blocks(number) for number in heads} == heads
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"heads": 96}, "96 query heads; the Hopper kernel over latents takes up to 64"),
+        ({"heads": 97}, "97 query heads; the Hopper kernel over latents takes up to 64"),
         ({"head_size_v": 576}, r"head sizes \(576, 576\)"),
         ({"block_size": 24}, "block_size 24"),
         ({"capability": (10, 0)}, "needs 9.0"),
@@ -269,7 +270,7 @@ def test_float8_latents() -> None:
     ("changes", "given", "reason"),
     [
         ({"head_size": 576}, {}, r"head sizes \(576, 512\); .* takes \(512, 512\)"),
-        ({"num_heads": 96}, {}, "96 query heads"),
+        ({"num_heads": 97}, {}, "97 query heads"),
         ({}, {"window": (1024, 0)}, r"window \(1024, 0\) .* takes windows of up to 1024"),
         ({}, {"window": (-1, -1)}, r"window \(-1, -1\)"),
         ({}, {"window": (127, -1), "causal": False}, r"window \(127, -1\)"),
