@@ -9,7 +9,7 @@ each in a process of its own. `start-empty` starts without compiled kernels and 
 those of earlier rows, whose cache is in the folder of --out; all rows but `start-empty` use that
 cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. Those of `start-empty`
 and `start-shipped` are empty folders, which nothing else uses. `start-parts` also
-writes what its start spends its time on, beside the logs. A row of attnlib in which vLLM's monitor
+writes what its start spends its time on, and `profile` rows the times of kernels, beside the logs. A row of attnlib in which vLLM's monitor
 saw a new kernel while it served has an error. Each row has a time limit of its own. Several calls,
 one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
 
@@ -54,7 +54,7 @@ class Engine:
     """One engine.
 
     Attributes:
-        arguments: of `vllm_throughput.py`, besides the backend.
+        arguments: of `vllm_throughput.py`, besides the backend; {file} is one beside the logs.
         seconds: time limit of the row.
         backend: vLLM's name; "" for that of the row.
         keeps_cache: whether it begins with the compiled kernels of earlier rows.
@@ -87,7 +87,11 @@ ENGINES: dict[str, Engine] = {
     **{f"n-grams/{name}": Engine(_DRAFTS) for name in BACKENDS},
     **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
     **{f"start-n-grams/{name}": Engine("--workloads --n-grams 4") for name in BACKENDS},
-    **{f"start-parts/{name}": Engine("--workloads") for name in BACKENDS},
+    **{f"start-parts/{name}": Engine("--workloads --start-parts {file}") for name in BACKENDS},
+    **{
+        f"profile-n-grams/{name}": Engine("--workloads short --n-grams 4 --profile {file}")
+        for name in BACKENDS
+    },
     "int8/attnlib": Engine(f"{_ALL} --kv-cache-dtype int8_per_token_head", 200),
     "nvfp4/attnlib": Engine(f"{_ALL} --kv-cache-dtype nvfp4", 200),
     "int4/attnlib": Engine(f"{_ALL} --kv-cache-dtype int4_per_group", 200),
@@ -133,10 +137,10 @@ class Run:
         wait_for_memory()
         before = _lines(self._lines)
         backend = engine.backend or BACKENDS[row.rpartition("/")[2]]
-        command = [HERE / "vllm_throughput.py", "--backend", backend]
-        if row.startswith("start-parts"):
-            command += ["--start-parts", self._logs / f"{row.replace('/', '-')}.json"]
-        command += [*engine.arguments.split(), "--out", self._lines]
+        file = str(self._logs / f"{row.replace('/', '-')}.json")
+        arguments = engine.arguments.replace("{file}", file).split()
+        command = [HERE / "vllm_throughput.py", "--backend", backend, *arguments]
+        command += ["--out", self._lines]
         dropped = () if engine.ships_kernels else ("ATTNLIB_KERNELS",)
         error = self._run(row, command, time.monotonic() + engine.seconds, dropped)
         found = [json.loads(line) for line in _lines(self._lines)[len(before) :]]

@@ -288,11 +288,12 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
 
 
 def profile(engine: Engine, name: str) -> dict[str, Any]:
-    """Times on the GPU of a few decode steps: from the first kernel of one to the end of the last
-    one, and of each kernel."""
+    """Times on the GPU of a few steps over cached prompts: from the first kernel of one to the end
+    of the last one, and of each kernel."""
     import torch
 
-    given, steps = prompts(name, 0), 6
+    given, steps = prompts(name, 0), 6 if name == "deep" else 32
+    engine.generate(given, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         engine.generate(given, steps)
     events = sorted(
@@ -309,7 +310,7 @@ def profile(engine: Engine, name: str) -> dict[str, Any]:
         kernels[kernel[:90]] += 1
         busy[kernel[:90]] += stop - start
     return {
-        "profiled_steps": steps, "span_us": end - events[0][0], "idle_us": idle,
+        "new_tokens": steps, "span_us": end - events[0][0], "idle_us": idle,
         "kernels": [[kernel, kernels[kernel], round(us)] for kernel, us in busy.most_common(40)],
     }  # fmt: skip
 
@@ -338,7 +339,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--joined-write", action="store_true", help=joined)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--start-parts", type=Path, help="JSON: what a start spends its time on")
-    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps of `deep`")
+    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps")
     parser.add_argument("--out", type=Path, required=True)
     return parser
 
@@ -372,7 +373,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
-        if arguments.profile and name == "deep":
+        if arguments.profile:
             with arguments.profile.open("a") as file:
                 file.write(json.dumps({"workload": name, **common, **profile(engine, name)}) + "\n")
     os._exit(0)
