@@ -8,10 +8,10 @@ Rows named NAME/attnlib and NAME/flash are the same engine with attnlib and with
 each in a process of its own. `start-empty` starts without compiled kernels and `start-full` with
 those of earlier rows, whose cache is in the folder of --out; all rows but `start-empty` use that
 cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. Those of `start-empty`
-and `start-shipped` are empty folders, which nothing else uses. `start-parts` also
-writes what its start spends its time on, and `profile` rows the times of kernels, beside the logs. A row of attnlib in which vLLM's monitor
-saw a new kernel while it served has an error. Each row has a time limit of its own. Several calls,
-one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
+and `start-shipped` are empty folders, which nothing else uses. `start-parts` also writes what its
+start spends its time on, and `profile` rows the times of kernels, beside the logs. A row of attnlib
+in which vLLM's monitor saw a new kernel while it served has an error. Each row has a time limit of
+its own. Several calls, one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
 
 Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
 is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
