@@ -13,7 +13,9 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,16 @@ MOST_LINES = 250
 MOST_PARAMETERS = 40
 MOST_DEVICE_LINES = 120
 MOST_HOST_LINES = 60
+STATE_FILES = (
+    "**/state_*.py", "**/states.py", "**/states/*.py", "backends/fla/*.py",
+    "backends/flashinfer/gdn.py", "backends/_foreign/packed_*.py", "cache/hybrid_states.py",
+    "integrations/transformers/mixer_*.py", "ops/triton/kernels/decode_loads.py",
+    "ops/triton/kernels/fused_step.py", "ops/triton/kernels/short_convolution.py",
+    "ops/triton/kernels/step_parts.py", "ops/triton/kernels/stored_state.py",
+    "ops/triton/kernels/token_rows.py", "ops/triton/hopper/kernels/fused_*.py",
+)  # fmt: skip
+"""Files of the package for state layers; those of `testing` are not counted, nor is one of
+`metadata` about the state of CUDA graphs."""
 
 
 class Function(NamedTuple):
@@ -69,6 +81,28 @@ def functions() -> Iterator[Function]:
             )
 
 
+def state_files() -> list[Path]:
+    """The files of state layers (`STATE_FILES`)."""
+    package = ROOT / "attnlib"
+    found = {path for pattern in STATE_FILES for path in package.glob(pattern)}
+    found.discard(package / "metadata" / "state_checks.py")
+    return sorted(path for path in found if "testing" not in path.parts)
+
+
+def code_lines(source: str) -> int:
+    """Lines with code: neither empty nor of a comment or a docstring."""
+    skipped = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
+    code: set[int] = set()
+    for token in generate_tokens(StringIO(source).readline):
+        if token.type not in skipped:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            code.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(code)
+
+
 def document_files() -> list[Path]:
     """The pages of the site and the documents beside it."""
     names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
@@ -102,6 +136,9 @@ def figures() -> dict[str, float]:
         + package.count("getattr(metadata"),
         "share of files with at most 250 lines, in percent": _share(files, lines),
         "share of files with at most 250 lines without kernels, in percent": _share(glue, lines),
+        "lines of code of state layers without their suite": sum(
+            code_lines(sources[path]) for path in state_files()
+        ),
         "words of the documentation": sum(
             len(path.read_text().split()) for path in document_files()
         ),
