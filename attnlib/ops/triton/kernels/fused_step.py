@@ -8,7 +8,7 @@ bits, so their order does not matter. The last program of a group of the norm no
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -39,10 +39,7 @@ from attnlib.ops.triton.kernels.step_parts import StepConfig, head_gates, normal
 
 __all__ = [
     "FUSED_UNALIGNED",
-    "Convolution",
     "FusedConfig",
-    "Gates",
-    "Places",
     "fused_step_kernel",
     "normalize_head",
     "program_channels",
@@ -66,46 +63,6 @@ class FusedConfig(NamedTuple):
     ELEMENTS: int
 
 
-class Places(NamedTuple):
-    """Numbers from 0 on in the layouts of a kernel.
-
-    Attributes:
-        token: [TOKENS], of the step.
-        zero: [1].
-        element: [ELEMENTS], of the queries, keys and values of a program, beside `token`.
-        channel: of a decay, beside `token`.
-        index: of a group of the norm.
-    """
-
-    token: Any
-    zero: Any
-    element: Any
-    channel: Any
-    index: Any
-
-
-class Convolution(NamedTuple):
-    """Inputs, weights, outputs and windows of the convolution: pointers."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    out: Any
-    window: Any
-    positions: Any
-
-
-class Gates(NamedTuple):
-    """Projections, parameters and outputs of the gates: pointers."""
-
-    a: Any
-    b: Any
-    rate: Any
-    bias: Any
-    decay: Any
-    beta: Any
-
-
 @triton.jit
 def program_channels(element, head, block, CONFIG: tl.constexpr):
     """Return the channels [ELEMENTS] of the queries, keys and values of a program, which exist, and
@@ -123,34 +80,6 @@ def program_channels(element, head, block, CONFIG: tl.constexpr):
     # One program writes the windows of keys that several have.
     shared = tl.where(block + head % GROUP == 0, 2 * WIDTH, 0)
     return channels, values | keys, values | (keys & (element < shared))
-
-
-@triton.jit
-def _prepare_head(request, given, gates, places, head, block, CONFIG: tl.constexpr):
-    """Write the queries, keys, values and gates of this program, for all of its threads."""
-    CHANNELS: tl.constexpr = CONFIG.CONVOLUTION
-    STEP: tl.constexpr = CONFIG.STEP
-    exists = places.token < request.count
-    channels, exist, writes = program_channels(places.element, head, block, CONFIG)
-    x = given.x + request.first.to(tl.int64) * CHANNELS.X_T + channels[None, :]
-    window = given.window + request.source * CHANNELS.WINDOW + channels[None, :]
-    inputs = Inputs(x, window, request.computed, exist[None, :])
-    position = request.computed + places.token
-    # All channels at once: their loads are under way together.
-    pairs = load_inputs(inputs, position, exists, CHANNELS)
-    taps = load_taps(given.weight, given.bias, channels, CHANNELS)
-    y = convolve(pairs, taps, CHANNELS)
-    row = (request.first + places.token).to(tl.int64)[:, None]
-    place = given.out + row * CHANNELS.O_T + channels[None, :]
-    tl.store(place, y.to(given.out.dtype.element_ty), mask=exists[:, None] & inputs.inside)
-    # A step of at most D + 1 tokens writes no row that another program reads.
-    inputs = Inputs(x, window, request.computed, writes[None, :])
-    windows = given.window, given.positions
-    write_window(request, inputs, *windows, channels, places.zero, CHANNELS)
-    if STEP.GATES > 0:
-        head_gates(*gates, request.first + places.token, exists, places.channel, head, STEP)
-    # Threads read what others of the program have written.
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -209,6 +138,7 @@ def fused_step_kernel(
     after the last request.
     """
     STATE: tl.constexpr = CONFIG.STATE
+    CHANNELS: tl.constexpr = CONFIG.CONVOLUTION
     STEP: tl.constexpr = CONFIG.STEP
     number = tl.program_id(0)
     head, block = tl.program_id(1) // STATE.BLOCKS, tl.program_id(1) % STATE.BLOCKS
@@ -227,17 +157,32 @@ def fused_step_kernel(
     tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)
     slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
     s = load_first(request, base, tokens, slots_of, True, STATE)
-    places = Places(
-        tl.arange(0, STEP.TOKENS),
-        tl.arange(0, 1),
-        tl.arange(0, CONFIG.ELEMENTS),
-        tl.arange(0, STEP.CHANNELS),
-        tl.arange(0, STEP.WIDTH),
+    token, element = tl.arange(0, STEP.TOKENS), tl.arange(0, CONFIG.ELEMENTS)
+    exists = token < request.count
+    channels, exist, writes = program_channels(element, head, block, CONFIG)
+    inputs = Inputs(
+        x + request.first.to(tl.int64) * CHANNELS.X_T + channels[None, :],
+        window + request.source * CHANNELS.WINDOW + channels[None, :],
+        request.computed,
+        exist[None, :],
     )
-    given = Convolution(x, weight, bias, convolved, window, window_positions)
-    gates = Gates(a, b, rate, gate_bias, decay, beta)
-    _prepare_head(request, given, gates, places, head, block, CONFIG)
+    # All channels at once: their loads are under way together.
+    pairs = load_inputs(inputs, request.computed + token, exists, CHANNELS)
+    y = convolve(pairs, load_taps(weight, bias, channels, CHANNELS), CHANNELS)
+    row = (request.first + token).to(tl.int64)[:, None]
+    place = convolved + row * CHANNELS.O_T + channels[None, :]
+    tl.store(place, y.to(convolved.dtype.element_ty), mask=exists[:, None] & inputs.inside)
+    # A step of at most D + 1 tokens writes no row that another program reads.
+    inputs = Inputs(inputs.x, inputs.window, request.computed, writes[None, :])
+    zero = tl.arange(0, 1)
+    write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
+    if STEP.GATES > 0:
+        given = a, b, rate, gate_bias, decay, beta, request.first + token, exists
+        head_gates(*given, tl.arange(0, STEP.CHANNELS), head, STEP)
+    # Threads read what others of the program have written.
+    tl.debug_barrier()
     values = skip, out, decay, scale
     compute_request(request, number, base, s, tokens, slots_of, *values, True, STATE)
     if STEP.NORM:
-        normalize_head(request, out, z, norm_weight, counters, places.index, head, CONFIG)
+        index = tl.arange(0, STEP.WIDTH)
+        normalize_head(request, out, z, norm_weight, counters, index, head, CONFIG)
