@@ -384,6 +384,14 @@ CASES: dict[str, dict[str, Any]] = {
         "rotation": "hadamard",
         "tile": {"block_n": 128, "stages": 4},
     },
+    "decode-128-int8-rotated-workers": {
+        "op": "hopper_decode",
+        "cache": torch.int8,
+        "scales": "tokens",
+        "rotation": "hadamard",
+        "reqs": 256,
+        "tile": {"block_n": 64, "stages": 3, "consumers": 2},
+    },
     "decode-128-int8-rotated-workers-all": {
         "op": "hopper_decode",
         "cache": torch.int8,

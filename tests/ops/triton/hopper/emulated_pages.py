@@ -96,6 +96,18 @@ CASES |= {
         ("hadamard", 256, DecodeTile(64, 4)),
     )
 }  # fmt: skip
+CASES |= {
+    f"rotated int8, a warp for outputs, {name}": {
+        "keys": INT8, "values": None, "rotation": "hadamard@3", "tile": DecodeTile(64, 3, 2),
+        **options,
+    }
+    for name, options in {
+        "many requests": {"batch": "q1s300_q0s9_q1s70_q1s64_q1s500_q1s1_q0s3_q1s33"},
+        "combined": {"batch": "q1s300_q1s70_q1s900_q1s20_q1s640_q1s65", "counters": True},
+        "2 tokens": {"batch": "q2s500_q1s3_q2s9_q2s130", "heads": (4, 2), "dtype": torch.float16},
+        "64 elements, all": {"batch": "2q1s300_q1s65", "head_size": 64, **_ALL},
+    }.items()
+}  # fmt: skip
 """Elements and scales after the end of a request are NaN or the largest bytes, and so are scales of
 values in front of a window."""
 

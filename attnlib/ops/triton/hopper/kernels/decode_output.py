@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import column_sum
 from attnlib.ops.triton.hopper.kernels.combine import combine_in_cta
@@ -104,7 +105,18 @@ def _store_rotated(outputs, split, rounded, config):
 
 
 @gluon.jit
-def finish_split(call, worker, share, split, sums, value_scale, position, before, tiles):
+def _send_outputs(worker, rounded, sent, config):
+    """Give outputs [elements, rows], in the order of `value_lanes`, to the warp that rotates them
+    back, once it has read those before."""
+    # The parity is inverted, so that the first outputs do not wait.
+    mbarrier.wait(worker.output_barriers.index(1), (sent & 1) ^ 1)
+    worker.out_tile.store(gl.permute(in_order(rounded, config.V_KIND), (1, 0)))
+    partition_barrier()
+    mbarrier.arrive(worker.output_barriers.index(0), count=1)
+
+
+@gluon.jit
+def finish_split(call, worker, share, split, sums, value_scale, position, before, tiles, sent):
     """Write the outputs of a request that has one split, else the partial results of this one; the
     split that ends last combines them, where no other kernel does.
 
@@ -116,6 +128,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         sums: its maxima, sums and accumulator.
         value_scale: factor of the values; over quantized caches.
         before: positions of the line before the request, which visits `tiles`.
+        sent: with OUTPUT_WARP, number of splits before this one whose outputs another warp rotates.
     """
     config: gl.constexpr = call.config
     V_KIND: gl.constexpr = config.V_KIND
@@ -169,7 +182,9 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         out = call.outputs.pointer
         offsets = call.outputs.offsets(split.start + token, head)
         rows = out + offsets[None, :] + lanes[:, None]
-        if config.V_SIGNS:
+        if config.OUTPUT_WARP:
+            _send_outputs(worker, result.to(out.dtype.element_ty), sent, config)
+        elif config.V_SIGNS:
             _store_rotated(call.outputs, split, result.to(out.dtype.element_ty), config)
         else:
             gl.store(rows, result.to(out.dtype.element_ty), mask=mask)
