@@ -231,6 +231,9 @@ def _combine(call: AttentionCall, sizes: DecodeSizes, signs: int) -> BoundLaunch
         "V_SIGNS": signs,
         **combine_tile(num_rows, sizes.group, sizes.head_size_v),
         **PDL_OPTIONS,
+        # The sum of two products has two fused forms, of which LLVM chose one for the kernel that
+        # rotates and the other one for the kernel that does not.
+        "enable_fp_fusion": False,
     }
     programs = triton.cdiv(sizes.group, options["HEADS"])
     grid = (call.num_tokens, sizes.num_kv_heads, programs)

@@ -558,14 +558,15 @@ def _compiled(run: Callable[[], None]) -> tuple[list[Launch], dict[str, Any]]:
     with stub_target("sm_90") as launches:
         run()
     launch = launches[0]
+    sums = sum((_sums_of_products(each.kernel.asm["ptx"]) for each in launches), [])
     kept = get_cache_manager(launch.kernel.hash)
     if launch.log:
         kept.put(launch.log, _LOG)
-        return launches, {**_facts(launch, launch.log), "cached": False}
+        return launches, {**_facts(launch, launch.log), "sums": sums, "cached": False}
     path = kept.get_file(_LOG)
     log = Path(path).read_text() if path else ""
     if f"'{launch.kernel.metadata.name}'" in log:
-        return launches, {**_facts(launch, log), "cached": True}
+        return launches, {**_facts(launch, log), "sums": sums, "cached": True}
     # Compiled by another program, without its log.
     launch.kernel.src.fn.device_caches.clear()
     triton.knobs.compilation.always_compile = True
@@ -939,6 +940,7 @@ def compile_case(name: str) -> dict[str, Any]:
         loops: accesses to local memory in each loop over keys.
         warnings: warnings of ptxas.
         wgmma: number of WGMMA instructions in the PTX.
+        sums: what `_sums_of_products` finds in all kernels of the case.
         cached: whether the kernel was in Triton's cache.
         seconds: compile time.
     """
@@ -1070,6 +1072,14 @@ def _facts(launch: Launch, text: str) -> dict[str, Any]:
         "descriptors": sorted(descriptor_sources(disassemble(launch.kernel.asm["cubin"]))),
         "seconds": round(launch.seconds, 1),
     }
+
+
+def _sums_of_products(ptx: str) -> list[str]:
+    """Return the fused operations of which LLVM may have chosen the product that it rounds: those
+    that add a product to a product. Constants are factors of polynomials, which are written so."""
+    products = set(re.findall(r"mul\.f32\s+(%r\d+),", ptx))
+    fused = re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx)
+    return [addend for addend in fused if addend in products]
 
 
 def _overlapped(cubin: bytes) -> int:

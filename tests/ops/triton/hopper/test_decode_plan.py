@@ -1,10 +1,11 @@
-"""How the Hopper decode divides requests over the chip."""
+"""How the Hopper decode divides requests over the chip, and how its kernels sum products."""
 
 from __future__ import annotations
 
 import pytest
 
 from attnlib.ops.triton.hopper.decode_grid import whole_requests
+from tests.ops.triton.cross_compile import compile_in_process
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,18 @@ def test_verification_uses_all_consumers() -> None:
 )
 def test_quantized_caches_need_most_of_the_chip(num_reqs: int, expected: int) -> None:
     assert whole_requests(33, num_reqs, 1, quantized=True) == expected
+
+
+@pytest.mark.slow
+def test_sums_of_products_have_one_form() -> None:
+    """`a * b + c * d` becomes a fused operation, whose rounded product LLVM chooses for each kernel:
+    a kernel that rotates (P15) and the other one would differ in the last bit."""
+    pytest.importorskip("triton")
+    cases = [
+        *("decode-128-int8-rotated", "decode-128-int8-rotated-workers", "decode-128-mxfp4-rotated"),
+        *("decode-128-int8-int4-rotated-warp", "decode-128-int4", "decode-128-int4-warp"),
+    ]
+    found = compile_in_process("tests.ops.triton.hopper.cross_compile", *cases)
+    assert {result["case"]: result.get("sums", result) for result in found} == dict.fromkeys(
+        cases, []
+    )

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnlib.ops.triton.hopper.kernels.compat import exp2
+from attnlib.ops.triton.hopper.kernels.compat import exp2, rounded_product
 from attnlib.ops.triton.hopper.kernels.rotation import rotate_rows, value_levels
 from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.kernels.hadamard import turned_back
@@ -82,11 +82,11 @@ def combine_in_cta(outputs, partials, split, first_partial, num_splits, config):
             new_max = gl.maximum(new_max, split_lses[i])
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
         acc_scale = exp2(row_max - finite_max)
-        acc = acc * acc_scale[:, None]
+        acc = rounded_product(acc, acc_scale[:, None])
         row_sum = row_sum * acc_scale
         for i in gl.static_range(SPLITS_PER_LOAD):
             weight = exp2(split_lses[i] - finite_max)
-            acc += weight[:, None] * values[i]
+            acc = gl.fma(weight[:, None], values[i], acc)
             row_sum += weight
         row_max = new_max
     finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)

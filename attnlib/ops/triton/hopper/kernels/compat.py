@@ -21,7 +21,7 @@ __all__ = [
     "TensorDescriptor", "Value", "aggregate", "arrive_after_copies", "commit_copies",
     "consumers_sync", "copy_to_shared", "exp2", "launch_dependent_grids", "load_box", "log2",
     "opaque_zero", "partition_barrier", "prefetch_l1", "prefetch_l2", "prefetch_rows",
-    "reinterpret", "store_in_l2", "wait_for_copies", "wait_on_dependent_grids",
+    "reinterpret", "rounded_product", "store_in_l2", "wait_for_copies", "wait_on_dependent_grids",
 ]  # fmt: skip
 
 Value = core.base_value
@@ -164,6 +164,13 @@ def opaque_zero():
 def exp2(x):
     """Return 2 ** x."""
     return gl.exp2(x)
+
+
+@gluon.jit
+def rounded_product(a, b):
+    """Return a * b, which a sum with another product rounds first. Which product of a sum LLVM
+    rounds, and which one it fuses with the addition, depends on the rest of the kernel."""
+    return gl.fma(a, b, 0.0)
 
 
 @gluon.jit

@@ -10,7 +10,8 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
-from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries, store_outputs
+from attnlib.ops.triton.hopper.kernels.decode_output import store_outputs
+from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
 from attnlib.ops.triton.hopper.kernels.gather import RequestRows
 from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
@@ -193,8 +194,7 @@ def _load_tiles(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
 
 @gluon.jit
 def _load_queries(call, worker, WORKER: gl.constexpr):
-    """`loader` of queries. With OUTPUT_WARP the outputs of a split are rotated back after the
-    queries of the next one have been sent."""
+    """`loader` of queries; with OUTPUT_WARP it stores outputs, after the queries of a next split."""
     config: gl.constexpr = call.config
     keys = call.keys
     # PDL: the previous kernel may have written the queries or the lengths, or read the outputs.
@@ -205,8 +205,7 @@ def _load_queries(call, worker, WORKER: gl.constexpr):
     request = share.range.request
     before = share.range.before
     number = 0
-    # The first row and the query tokens of a split whose outputs will come.
-    last_start = 0
+    last_start = 0  # of the split whose outputs come next
     last_len = 0
     received = 0
     while (position < share.range.end) | (last_len > 0):
@@ -227,12 +226,10 @@ def _load_queries(call, worker, WORKER: gl.constexpr):
             number += 1
             position += count
         if config.OUTPUT_WARP:
-            received += store_outputs(
-                call.outputs, worker, share, last_start, last_len, received, call.config
-            )
+            last = (last_start, last_len)
+            received += store_outputs(call.outputs, worker, share, last, received, call.config)
             last_start = start
-            # The outputs of a request with several splits are combined.
-            last_len = gl.where(count == tiles, query_len, 0)
+            last_len = gl.where(count == tiles, query_len, 0)  # others are combined
         before = request_end + gl.where(tiles > 0, share.gap, 0)
         position = gl.maximum(position, before)
         request += 1

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import load_packed_keys, value_operand
+from attnlib.ops.triton.hopper.kernels.compat import rounded_product
 from attnlib.ops.triton.hopper.kernels.int4 import (
     float32_scale,
     int4_key_products,
@@ -81,10 +82,10 @@ def finish_scores(scores, k_factor, k_scales, LATER: gl.constexpr, K_KIND: gl.co
         s0, s1, s2, s3 = warpgroup_mma_wait(
             LATER, deps=[scores[0], scores[1], scores[2], scores[3]]
         )
-        finished = s0 * float32_scale(k_scales, 0)[:, None]
-        finished += s1 * float32_scale(k_scales, 1)[:, None]
-        finished += s2 * float32_scale(k_scales, 2)[:, None]
-        finished += s3 * float32_scale(k_scales, 3)[:, None]
+        finished = rounded_product(s0, float32_scale(k_scales, 0)[:, None])
+        finished = gl.fma(s1, float32_scale(k_scales, 1)[:, None], finished)
+        finished = gl.fma(s2, float32_scale(k_scales, 2)[:, None], finished)
+        finished = gl.fma(s3, float32_scale(k_scales, 3)[:, None], finished)
         finished = finished * k_factor[None, :]
     else:
         finished = warpgroup_mma_wait(LATER, deps=[scores])

@@ -1,5 +1,4 @@
-"""The query rows of a split of the Hopper decode, from global to shared memory, and outputs that a
-warp rotates back.
+"""The query rows of a split of the Hopper decode, from global to shared memory.
 
 Over quantized caches they become float16, in the order of the keys' elements. bfloat16 queries may
 be outside of float16's range: each row is multiplied by a power of two, and its scores by the
@@ -18,9 +17,7 @@ from attnlib.ops.triton.hopper.kernels.rotation import (
     key_group_levels,
     key_levels,
     rotate_parts,
-    rotate_rows,
     twice,
-    value_levels,
 )
 from attnlib.ops.triton.kernels.quant import KV_INT4, KV_PLAIN
 
@@ -30,7 +27,7 @@ __all__ = [
     "prepare_queries",
     "query_layout",
     "send_queries",
-    "store_outputs",
+    "turned_layout",
 ]
 
 _ROWS = gl.constexpr(8)
@@ -45,7 +42,7 @@ def query_layout(width, warps):
 
 
 @gluon.constexpr_function
-def _turned_layout(width, warps):
+def turned_layout(width, warps):
     """Return the layout of 4 rows [4, width] that are rotated: few elements for each thread."""
     if warps == 1:
         return gl.BlockedLayout([1, width // 8], [4, 8], [1, 1], [1, 0])
@@ -160,7 +157,7 @@ def _scaled_queries(
     """`_load_scaled_queries` of ROWS rows. Where 4 of 8 are rotated, the others repeat them, and
     the inverse powers are [ROWS, 1]."""
     if config.HALF_ROWS:
-        LAYOUT: gl.constexpr = _turned_layout(WIDTH, WARPS)
+        LAYOUT: gl.constexpr = turned_layout(WIDTH, WARPS)
         half, powers = _load_scaled_queries(
             queries, split, first_row, WIDTH, ROWS // 2, LAYOUT, config
         )
@@ -236,41 +233,3 @@ def send_queries(queries, worker, split, number, key_scale, config):
     fence_async_shared()
     partition_barrier()
     mbarrier.arrive(worker.query_barriers.index(0), count=1)
-
-
-@gluon.jit
-def store_outputs(outputs, worker, share, start, query_len, received, config):
-    """Rotate the outputs of a split, which the consumer has stored in shared memory, back and store
-    them. One warp.
-
-    Args:
-        start: the first query row of the request.
-        query_len: its query tokens; 0 where the consumer gives no outputs.
-        received: number of tiles of outputs before this one.
-
-    Returns:
-        1 if there were outputs, else 0.
-    """
-    ROWS: gl.constexpr = config.ROWS // 2
-    WIDTH: gl.constexpr = config.WIDTH_V
-    GROUP: gl.constexpr = config.GROUP
-    DTYPE: gl.constexpr = outputs.pointer.dtype.element_ty
-    LAYOUT: gl.constexpr = _turned_layout(WIDTH, 1)
-    LEVELS: gl.constexpr = value_levels(WIDTH, config.DV)
-    found = 0
-    if query_len > 0:
-        found = 1
-        mbarrier.wait(worker.output_barriers.index(0), received & 1)
-        x = worker.out_tile.slice(0, ROWS, 0).load(LAYOUT).to(gl.float32)
-        # All lanes have the outputs in registers.
-        partition_barrier()
-        mbarrier.arrive(worker.output_barriers.index(1), count=1)
-        elements = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        x = rotate_rows(x, elements, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        valid = (row < config.TILE_TOKENS * GROUP) & (row // GROUP < query_len)
-        offsets = outputs.offsets(start + row // GROUP, share.kv_head * GROUP + row % GROUP)
-        # As those of queries.
-        pointers = outputs.pointer + ((offsets >> 3) << 3)[:, None] + elements[None, :]
-        gl.store(pointers, x, mask=valid[:, None] & (elements < config.DV)[None, :])
-    return found

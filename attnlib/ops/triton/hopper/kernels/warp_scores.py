@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from attnlib.ops.triton.hopper.kernels.compat import rounded_product
 from attnlib.ops.triton.hopper.kernels.int4 import float32_scale
 from attnlib.ops.triton.hopper.kernels.mxfp4 import power_of_group
 from attnlib.ops.triton.hopper.kernels.nvfp4 import nvfp4_scales, scaled_nvfp4
@@ -35,15 +36,19 @@ def tile_scores(tiles, stage, tile, queries, k_scales, K_KIND: gl.constexpr):
         s1 = mma_v2(parts[1], operands[1], zeros + initial[1][None, :])
         s2 = mma_v2(parts[2], operands[2], zeros + initial[2][None, :])
         s3 = mma_v2(parts[3], operands[3], zeros + initial[3][None, :])
-        scores = s0 * float32_scale(k_scales, 0)[:, None]
-        scores += s1 * float32_scale(k_scales, 1)[:, None]
-        scores += s2 * float32_scale(k_scales, 2)[:, None]
-        scores += s3 * float32_scale(k_scales, 3)[:, None]
+        scores = rounded_product(s0, float32_scale(k_scales, 0)[:, None])
+        scores = gl.fma(s1, float32_scale(k_scales, 1)[:, None], scores)
+        scores = gl.fma(s2, float32_scale(k_scales, 2)[:, None], scores)
+        scores = gl.fma(s3, float32_scale(k_scales, 3)[:, None], scores)
     elif K_KIND == KV_MXFP4:
-        scores = mma_v2(parts[0], operands[0], zeros) * power_of_group(k_scales, 0)[:, None]
-        scores += mma_v2(parts[1], operands[1], zeros) * power_of_group(k_scales, 1)[:, None]
-        scores += mma_v2(parts[2], operands[2], zeros) * power_of_group(k_scales, 2)[:, None]
-        scores += mma_v2(parts[3], operands[3], zeros) * power_of_group(k_scales, 3)[:, None]
+        s0 = mma_v2(parts[0], operands[0], zeros)
+        scores = rounded_product(s0, power_of_group(k_scales, 0)[:, None])
+        s1 = mma_v2(parts[1], operands[1], zeros)
+        scores = gl.fma(s1, power_of_group(k_scales, 1)[:, None], scores)
+        s2 = mma_v2(parts[2], operands[2], zeros)
+        scores = gl.fma(s2, power_of_group(k_scales, 2)[:, None], scores)
+        s3 = mma_v2(parts[3], operands[3], zeros)
+        scores = gl.fma(s3, power_of_group(k_scales, 3)[:, None], scores)
     elif K_KIND == KV_NVFP4:
         half = mma_v2(parts[1], operands[1], mma_v2(parts[0], operands[0], zeros))
         scores = mma_v2(parts[3], operands[3], mma_v2(parts[2], operands[2], half))
