@@ -188,3 +188,31 @@ def test_replays_of_graphs(alternate: bool) -> None:
         ranks.run(lambda rank, _: graphs[rank].replay())
         for step in steps:
             step.check()
+
+
+def test_states_that_arrive_before_their_lses() -> None:
+    """X6: warps of a program that merges a large head see an LSE at different times, and go on
+    together. The words of the others are written while this rank waits for them."""
+    ranks = Ranks(4)
+    peers, stream = ranks.peers[0], ranks.streams[0]
+    step = Step.of(ranks, (40, 1, 8, 576, 512), torch.bfloat16, True)
+    ranks.exchange(step)
+    step.check()
+    found = [words.clone() for words in (peers.merged, peers.merged_lses)]
+    out = step.out[0].clone()
+    before = peers.merge_counts - 1
+    writer, times = torch.cuda.Stream(ranks.devices[0]), range(50)
+    for _ in times:
+        step.out[0].fill_(torch.nan)
+        for words in (peers.merged, peers.merged_lses):
+            words.zero_()
+        peers.merge_counts.copy_(before.clamp(min=0))
+        ranks.wait()
+        with torch.cuda.stream(stream):
+            step.merge(0, peers)
+        with torch.cuda.stream(writer), torch.cuda.device(ranks.devices[0]):
+            torch.cuda._sleep(200_000)
+            for words, last in zip((peers.merged, peers.merged_lses), found, strict=True):
+                words.copy_(last)
+        ranks.wait()
+        assert torch.equal(step.out[0], out)

@@ -42,9 +42,17 @@ def _words_of(slot, number):
 
 
 @triton.jit
-def _late(words, number):
-    """Whether a word has not arrived: an int32."""
-    return tl.max(((words >> 32).to(tl.int32) != number).to(tl.int32))
+def _late(words, number, others=0):
+    """Whether a word has not arrived, or `others` is not 0 in any thread: an int32."""
+    return tl.max(((words >> 32).to(tl.int32) != number).to(tl.int32) | others)
+
+
+@triton.jit
+def _late_states(words, lses, number):
+    """`_late` of states `[ranks, lanes]` and LSEs `[ranks]`. Each warp loads all LSEs and may see
+    one before another does; the maximum of the states passes between warps and takes that along, so
+    that all leave a loop together."""
+    return _late(words, number, _late(lses, number))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -166,8 +174,7 @@ def merge_words_kernel(
     """Send the partial states of the other ranks' heads, and merge those of an own head.
 
     Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
-    an exchange with each rank, and one for the LSE. The states of all ranks are sent, awaited and
-    merged together: one after the other, each would wait for its own loads.
+    an exchange with each rank and one for the LSE, and serves all ranks at once, whose loads overlap.
     """
     if PDL:
         gdc_wait()
@@ -191,18 +198,17 @@ def merge_words_kernel(
     tl.store(target, _numbered(x, number), mask=sent[:, None])
     tl.store(lse_words + distance + mine, _numbered(part, number), mask=sent)
     beside = begun(counter + 1, number, ON_GPU)
-
     from_each = _words_of(program * WORLD + peer, number)
     source = words + (from_each * WORDS)[:, None] + lanes[None, :]
     lse_source, none = lse_words + from_each, _numbered(tl.full((), 0, tl.int32), number)
     found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
     found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
-    late, polls = _late(found, number) | _late(found_lse, number), tl.full((), 0, tl.int32)
+    late, polls = _late_states(found, found_lse, number), tl.full((), 0, tl.int32)
     began, too_long = polls.to(tl.int64), polls.to(tl.int64)
     while (late != 0) & (too_long == 0):
         found = tl.load(source, mask=sent[:, None], other=none, volatile=True)
         found_lse = tl.load(lse_source, mask=sent, other=none, volatile=True)
-        late = _late(found, number) | _late(found_lse, number)
+        late = _late_states(found, found_lse, number)
         polls, began, too_long = waited(polls, began, waits, ON_GPU)
     stop_if(beside, RESULTS + TWICE, rank, number, waits, ON_GPU)
     if late != 0:
