@@ -351,6 +351,7 @@ def main() -> None:
     import vllm
 
     engine = Engine(arguments)
+    print(f"engine up after {engine.start_s:.1f} s", flush=True)
     common = {
         "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
         "shape": arguments.shape, "n_grams": arguments.n_grams, "joined": arguments.joined_write,
