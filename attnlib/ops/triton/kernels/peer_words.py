@@ -174,7 +174,7 @@ def merge_words_kernel(
     """Send the partial states of the other ranks' heads, and merge those of an own head.
 
     Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
-    an exchange with each rank and one for the LSE, and serves all ranks at once, whose loads overlap.
+    an exchange with each rank and one for the LSE, and serves all ranks at once: loads overlap.
     """
     if PDL:
         gdc_wait()

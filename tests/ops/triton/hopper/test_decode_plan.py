@@ -46,7 +46,7 @@ def test_quantized_caches_need_most_of_the_chip(num_reqs: int, expected: int) ->
 
 @pytest.mark.slow
 def test_sums_of_products_have_one_form() -> None:
-    """`a * b + c * d` becomes a fused operation, whose rounded product LLVM chooses for each kernel:
+    """`a * b + c * d` becomes a fused operation, whose rounded product LLVM chooses per kernel:
     a kernel that rotates (P15) and the other one would differ in the last bit."""
     pytest.importorskip("triton")
     cases = [

@@ -194,7 +194,7 @@ def _load_tiles(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
 
 @gluon.jit
 def _load_queries(call, worker, WORKER: gl.constexpr):
-    """`loader` of queries; with OUTPUT_WARP it stores outputs, after the queries of a next split."""
+    """`loader` of queries; with OUTPUT_WARP it stores outputs after the queries of a next split."""
     config: gl.constexpr = call.config
     keys = call.keys
     # PDL: the previous kernel may have written the queries or the lengths, or read the outputs.
