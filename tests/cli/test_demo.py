@@ -483,4 +483,4 @@ def test_the_demo_with_automatic_selection_on_a_gpu(
     monkeypatch.delenv("ATTNLIB_BACKEND", raising=False)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
-    assert "bfloat16 on cuda" in shown and "auto; backend=" in shown and "PASSED" in shown
+    assert "bfloat16 on cuda" in shown and "[auto; " in shown and "PASSED" in shown

@@ -102,7 +102,9 @@ def test_generate_compiles_nothing_per_token(
 def test_layers_with_sinks_and_full_windows_are_launched_directly(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher of one token serves the next one: no layer looks for its plan again."""
+    """The launcher of one token serves the next one: no layer looks for its plan again. Other
+    backends, which selection may prefer where they are installed, have no launcher."""
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     from attnlib.integrations.transformers.continued import Repeat
 
     looked_up: list[int] = []
