@@ -62,6 +62,56 @@ def missing_names(file: Path) -> Iterator[str]:
                 yield f"{file.name}:{node.lineno}: {node.module} has no {each.name}"
 
 
+def _modules(tree: ast.Module) -> dict[str, str]:
+    """Names of a file that are modules of this repository, and nothing else in it."""
+    found: dict[str, str] = {}
+    other = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            for each in node.names:
+                path = f"{node.module}.{each.name}"
+                name = each.asname or each.name
+                is_name = each.name in (_names(_file(node.module)) or ())
+                if _file(path) is None or is_name or found.setdefault(name, path) != path:
+                    other.add(name)
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                if each.asname is not None and _file(each.name) is not None:
+                    found[each.asname] = each.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            other.add(node.id)
+    return {name: path for name, path in found.items() if name not in other}
+
+
+def missing_attributes(file: Path) -> Iterator[str]:
+    """Attributes of imported modules that these do not have, read or replaced by `setattr`."""
+    modules = _modules(_tree(file))
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            target = node.args[0] if node.args and node.func.attr in ("setattr", "patch") else None
+            name = target.value if isinstance(target, ast.Constant) else None
+            if isinstance(name, str) and _DOTTED.fullmatch(name) and not _exists(name):
+                yield f"{file.name}:{node.lineno}: there is no {name}"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "setattr"
+            and len(node.args) == 3
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            owner, name = node.args[0], node.args[1].value
+        else:
+            continue
+        if not isinstance(owner, ast.Name) or owner.id not in modules or name.startswith("__"):
+            continue
+        path = modules[owner.id]
+        names = _names(_file(path))
+        if names is not None and name not in names and _file(f"{path}.{name}") is None:
+            yield f"{file.name}:{node.lineno}: {path} has no {name}"
+
+
 def _exists(name: str) -> bool:
     """Whether a dotted name is a module of this repository, or a name of one."""
     parts = name.split(".")
@@ -110,6 +160,24 @@ def test_imported_names_exist(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     assert [line for file in files for line in missing_names(file)] == []
+    assert [line for file in files for line in missing_attributes(file)] == []
+
+
+def test_a_missing_attribute_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "from attnlib import errors, spec as given\n"
+        "import attnlib.env as variables\n"
+        "print(errors.ContractError, errors.NoSuchError, given.AttentionSpec, variables.raw)\n"
+        "patch.setattr(variables, 'missing', None)\n"
+        "patch.setattr(variables, 'raw', None)\n"
+        "mock.patch('attnlib.env.missing', None)\n"
+    )
+    assert list(missing_attributes(file)) == [
+        "program.py:4: attnlib.env has no missing",
+        "program.py:6: there is no attnlib.env.missing",
+        "program.py:3: attnlib.errors has no NoSuchError",
+    ]
 
 
 def test_a_missing_name_is_found(tmp_path: Path) -> None:

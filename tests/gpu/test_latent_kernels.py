@@ -16,7 +16,7 @@ from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import paged_prefill as triton_prefill
 from attnlib.ops.triton import selected_attention as triton_selected
-from attnlib.ops.triton.hopper import dispatch, select_decodes
+from attnlib.ops.triton.hopper import dispatch, latent_plan
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from attnlib.testing.key_selection import make_lists
@@ -371,9 +371,9 @@ def test_float8_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch.query.mul_(query_scale)
     lengths = parse_batch(text)
     launched = []
-    original = select_decodes.prepare_latent_decode
+    original = latent_plan.prepare_latent_decode
     monkeypatch.setattr(
-        select_decodes,
+        latent_plan,
         "prepare_latent_decode",
         lambda *args, **more: launched.append(True) or original(*args, **more),
     )
