@@ -64,6 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "16 float8 latent heads": ("H100", {"num_heads": 16, **LATENTS, "kv_cache_dtype": "fp8"}),
     # Long chunks read copies, unless their keys are too many.
     "float8": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
+    "float8, blocks of one": ("H100", {**WIDE, "kv_cache_dtype": "fp8", "block_size": 1}),
     # Eight decodes for each multiprocessor have another tile beside a prefill than alone.
     "float8, many decodes": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
     "mxfp4": ("H100", {**WIDE, "kv_cache_dtype": "mxfp4"}),

@@ -218,11 +218,15 @@ COPIES = (
         ({"kv_cache_dtype": "int4_per_group", "dtype": torch.float32}, False),
         ({"kv_cache_dtype": "fp8_e4m3", "mask_kind": MaskKind.QUERY_BIAS}, False),
         ({"block_size": 1}, True),
+        ({"kv_cache_dtype": "fp8_e4m3", "block_size": 24, "num_kv_heads": 32}, True),
         ({}, False),
     ],
 )
 def test_prefills_of_long_prompts_over_copies(changes: dict[str, Any], copies: bool) -> None:
     prefill = _lines(**changes)[0]
+    if changes.get("block_size") == 24:
+        assert prefill.endswith(f"); from 64 query tokens{OVER_COPIES}"), prefill
+        return
     least = COPIED_TOKENS if "block_size" in changes else SCALED_TOKENS
     assert prefill.endswith(f"; from {least} query tokens{OVER_COPIES}" if copies else "")
     assert (OVER_COPIES in prefill) == copies, prefill

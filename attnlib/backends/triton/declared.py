@@ -153,7 +153,7 @@ def _copied_lengths(scheduler: Scheduler, num_reqs: int, query_len: int) -> list
     if shape.latent or not (size == 1 or gathers(shape.block_size)):
         return []
     seen = scheduler.window[0], scheduler.chunk
-    if query_len < copied_tokens(size, in_pages, num_reqs, *seen):
+    if query_len < copied_tokens(size, shape.block_size, in_pages, num_reqs, *seen):
         return []
     most = most_copied_keys(shape.num_kv_heads, shape.head_sizes, num_reqs)
     return [most, most + 1, min(most, SHORT_CONTEXT), min(most, SHORT_CONTEXT) + 1]

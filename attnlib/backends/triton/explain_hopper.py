@@ -27,6 +27,7 @@ from attnlib.ops.triton.hopper.sizes import (
     decode_rows,
     gathers,
     latent_head_blocks,
+    only_copies,
 )
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
@@ -54,8 +55,8 @@ class HopperChip(NamedTuple):
 
 def copies_note(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     """How the prefill reads long prompts, if it copies their keys first; else nothing."""
-    small = gathers(spec.block_size)
-    if spec.group_size < COPIED_GROUP or not (spec.is_kv_quantized or small):
+    small, only = gathers(spec.block_size), _only_copies(spec)
+    if spec.group_size < COPIED_GROUP and not only or not (spec.is_kv_quantized or small):
         return ""
     if spec.score_function is not None or spec.use_mla or spec.dtype.itemsize != 2:
         return ""
@@ -63,7 +64,7 @@ def copies_note(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     features = call_features(spec)
     if prefill_unsupported_reasons(shape, features, HopperChip(capability)):
         return ""
-    form = spec.kv_dtype.itemsize, spec.scales_in_page
+    form = spec.kv_dtype.itemsize, spec.block_size, spec.scales_in_page
     seen = spec.visible_window.as_kernel_args()[0], spec.attention_chunk_size or 0
     one, several = (copied_tokens(*form, requests, *seen) for requests in (1, 2))
     tokens = f"{one} query tokens" + (f" of one request, {several} of several" * (one < several))
@@ -72,6 +73,11 @@ def copies_note(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     if spec.allow_fp8_queries and not no_float8_products(spec):
         found += f", from {COPIED_TOKENS} on e4m3 copies"
     return found
+
+
+def _only_copies(spec: AttentionSpec) -> bool:
+    """Whether prefills read copies or use the portable kernel (`sizes.only_copies`)."""
+    return not spec.scales_in_page and only_copies(spec.kv_dtype.itemsize, spec.block_size)
 
 
 def no_float8_products(spec: AttentionSpec) -> list[str]:
@@ -121,15 +127,16 @@ def hopper_lines(spec: AttentionSpec, capability: tuple[int, int]) -> list[str]:
     prefill = prefill_unsupported_reasons(*layer)
     decode = decode_unsupported_reasons(*layer) or _window_reasons(spec)
     portable, gluon = "portable Triton kernel", "Hopper kernel"
+    copies = copies_note(spec, capability)
     if spec.is_kv_quantized:
         pair = format_pair(spec.kv_format, spec.value_format)
         paged = spec.kv_format.name if spec.scales_in_page else None
         cache = pair or paged or str(spec.kv_dtype).removeprefix("torch.")
         gluon += f" (products in float16, to which {cache} is converted)"
     return [
-        f"prefill: {portable} ({'; '.join(prefill)})"
+        f"prefill: {portable} ({'; '.join(prefill)}){copies if _only_copies(spec) else ''}"
         if prefill
-        else f"prefill: {gluon}{copies_note(spec, capability)}",
+        else f"prefill: {gluon}{copies}",
         f"decode:  {portable} ({'; '.join(decode)})"
         if decode
         else f"decode:  {gluon} {_decode_conditions(spec)}; else {portable}",

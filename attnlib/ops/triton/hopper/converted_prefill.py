@@ -2,9 +2,9 @@
 
 The prefill kernel for float8 pages (`kernels/converter.py`) converts each tile of keys again for
 every 128 query rows, and that for blocks of 1 to 4 tokens (`kernels/gather.py`) gathers it again.
-Pages with scales have only a portable one. Long prompts read the same tiles many times, so that one
-pass over the whole context before the prefill takes less time. The copies are packed rows without
-pages.
+Pages with scales, and float8 in blocks of other sizes, have only a portable one. Long prompts read
+the same tiles many times, so that one pass over the whole context before the prefill takes less
+time. The copies are packed rows without pages.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ def copied_rows(
     num_reqs = batch.seq_lens.shape[0]
     seen = params.window[0], params.attention_chunk_size
     requests = num_reqs + (not alone)
-    least = hopper_sizes.copied_tokens(key.itemsize, params.scales_in_page, requests, *seen)
-    if max_query_len < least or batch.max_seq_len <= 0:
+    in_pages, block_size = params.scales_in_page, key.shape[1]
+    least = hopper_sizes.copied_tokens(key.itemsize, block_size, in_pages, requests, *seen)
+    if max_query_len < least or batch.max_seq_len <= 0 or params.score_function is not None:
         return 0
-    if group < hopper_sizes.COPIED_GROUP or params.score_function is not None:
+    only = not in_pages and hopper_sizes.only_copies(key.itemsize, block_size)
+    if group < hopper_sizes.COPIED_GROUP and not only:
         return 0
     step, most = (
         hopper_sizes.LENGTH_STEP,

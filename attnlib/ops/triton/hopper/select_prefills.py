@@ -34,7 +34,7 @@ from attnlib.ops.triton.hopper.prefill_plan import (
     prepare_hopper_prefill,
 )
 from attnlib.ops.triton.hopper.select_latents import select_latents
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads, only_copies
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
 from attnlib.ops.triton.key_splits import key_splits
@@ -68,15 +68,20 @@ def select_prefill(
         # A class of lengths begins after a power of 2 (`BatchTensors.length_class`).
         is_long = call.batch.max_seq_len > LATENT_PREFILL_KEYS
         return select_latents(call, call.max_query_len, is_prefill=True) if is_long else None
-    if prefill_unsupported_reasons(shape, CallFeatures.of(params), limits):
+    features = CallFeatures.of(params)
+    if only := only_copies(shape.cache_dtype.itemsize, shape.block_size):
+        shape, features = _copied(shape), features._replace(tensor_scales=False)
+    if prefill_unsupported_reasons(shape, features, limits):
         return None
-    key, batch = call.key, call.batch
+    key, batch, shape = call.key, call.batch, call.shape
     if not are_readable(call.query, key, call.value, call.out, params):
         return None
     copied = 0
     if shape.cache_dtype.itemsize == 1 or gathers(shape.block_size):
         lengths = call.max_query_len, shape.group
         copied = copied_rows(key, shape.head_sizes, batch, params, *lengths, alone=divides_keys)
+    if only and not copied:
+        return None
     if copied and multiplies_float8(call):
         return prepare_float8_prefill(call, copied)
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)

@@ -41,6 +41,7 @@ __all__ = [
     "latent_head_blocks",
     "latent_token_blocks",
     "most_copied_keys",
+    "only_copies",
 ]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,6 +110,10 @@ with 32/8 heads of 128 and blocks of 16, converted in the prefill / copied, in m
     prompts:   1k 27.7 / 25.1         2k 81.0 / 67.5  3k 170 / 139
 """
 
+OTHER_BLOCK_TOKENS = 64
+"""The same over float8 in blocks that the prefill does not read, in place of the portable kernel.
+Not tuned."""
+
 SCALED_TOKENS = 4096
 """The same over pages with scales."""
 
@@ -123,11 +128,14 @@ LENGTH_STEP = 4096
 """Step of the classes of sequence lengths, for which launches with copies are prepared."""
 
 
-def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int, window: int, chunk: int) -> int:
+def copied_tokens(
+    cache_bytes: int, block_size: int, in_pages: bool, num_reqs: int, window: int, chunk: int
+) -> int:
     """Return the query tokens of the longest request from which keys and values are copied.
 
     Args:
         cache_bytes: size of an element of the cache.
+        block_size: positions of its blocks.
         in_pages: whether pages hold scales.
         num_reqs: requests of the batch.
         window: keys that a query sees before its own, -1 for all.
@@ -136,8 +144,17 @@ def copied_tokens(cache_bytes: int, in_pages: bool, num_reqs: int, window: int, 
     if in_pages:
         return min(SCALED_TOKENS, COPIED_TOKENS)
     # Copies have all keys of a request, of which short queries see few in a window.
-    is_chunk = cache_bytes == 1 and num_reqs == 1 and window < 0 and not chunk
+    sees_all = cache_bytes == 1 and window < 0 and not chunk
+    if sees_all and only_copies(cache_bytes, block_size):
+        return min(OTHER_BLOCK_TOKENS, COPIED_TOKENS)
+    is_chunk = sees_all and num_reqs == 1
     return min(CHUNK_TOKENS, COPIED_TOKENS) if is_chunk else COPIED_TOKENS
+
+
+def only_copies(cache_bytes: int, block_size: int) -> bool:
+    """Return whether prefills over float8 read copies or use the portable kernel: blocks of this
+    size are not among those that they read."""
+    return cache_bytes == 1 and block_size not in BLOCK_SIZES
 
 
 def most_copied_keys(num_kv_heads: int, head_sizes: tuple[int, int], num_reqs: int) -> int:

@@ -199,6 +199,13 @@ def test_keys_of_long_prompts_are_copied_once() -> None:
     assert isinstance(_long_prefill(n=1, cache=BF16), ConvertedPrefill)
 
 
+@pytest.mark.parametrize("block_size", [1, 8, 24, 544])
+def test_float8_in_other_blocks_is_copied_or_left_to_the_portable_kernel(block_size: int) -> None:
+    found = _long_prefill(n=block_size, tokens=64, heads=8, k_scale=torch.ones(8))
+    assert isinstance(found, ConvertedPrefill) and found.prefill.scales == (K_SCALE, None)
+    assert _long_prefill(n=block_size, tokens=63) is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"tokens": 4095}, {"heads": 8}, {"seq_len": 1 << 20}, {"cache": BF16}],

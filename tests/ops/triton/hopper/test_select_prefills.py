@@ -10,7 +10,12 @@ import torch
 
 from attnlib.ops.triton.hopper.converted_prefill import copied_rows
 from attnlib.ops.triton.hopper.select_prefills import _fits_one_head
-from attnlib.ops.triton.hopper.sizes import CHUNK_TOKENS, COPIED_TOKENS, SCALED_TOKENS
+from attnlib.ops.triton.hopper.sizes import (
+    CHUNK_TOKENS,
+    COPIED_TOKENS,
+    OTHER_BLOCK_TOKENS,
+    SCALED_TOKENS,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,29 @@ def test_prefills_over_copies(
         key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4, alone=False
     )
     assert beside == (0 if tokens < COPIED_TOKENS else rows)  # which runs while decodes do
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "window", "rows"),
+    [
+        (1, OTHER_BLOCK_TOKENS, -1, 65_536),
+        (24, OTHER_BLOCK_TOKENS, -1, 65_536),
+        (1, OTHER_BLOCK_TOKENS - 1, -1, 0),
+        (16, OTHER_BLOCK_TOKENS, -1, 0),
+        (1, OTHER_BLOCK_TOKENS, 127, 0),
+        (1, COPIED_TOKENS, 127, 65_536),
+    ],
+)
+def test_float8_in_blocks_that_the_prefill_does_not_read(
+    block_size: int, tokens: int, window: int, rows: int
+) -> None:
+    """Several requests and one query head per KV head, too: the portable kernel takes longer."""
+    batch = SimpleNamespace(seq_lens=torch.zeros(2), max_seq_len=30_000)
+    seen = {"window": (window, 0), "attention_chunk_size": 0}
+    params = SimpleNamespace(scales_in_page=False, score_function=None, **seen)
+    key = torch.empty(1, block_size, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
+    found = copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 1)
+    assert found == (rows if block_size != 16 else 0)
 
 
 @pytest.mark.parametrize(("window", "chunk"), [((127, 0), 0), ((-1, 0), 8192)])
