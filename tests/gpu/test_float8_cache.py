@@ -26,6 +26,9 @@ DECODES: dict[str, dict[str, Any]] = {
     "e4m3": {},
     "e5m2": {"cache": E5M2, "scales": "tensor"},
     "page128": {"block_size": 128, "group": 8, "scales": "heads"},
+    "blocks-of-1": {"block_size": 1, "scales": "heads"},
+    "blocks-of-4": {"block_size": 4, "head_size": 64, "cache": E5M2},
+    "blocks-of-8": {"block_size": 8, "query_len": 4},
     "fp16": {"dtype": torch.float16},
     "group5": {"group": 5},
     "verify": {"query_len": 4},
@@ -213,16 +216,20 @@ def test_prefill_equals_float32(name: str) -> None:
     _assert_close(got, options.get("dtype", torch.bfloat16))
 
 
-SMALL_BLOCKS: dict[str, Any] = {"cache": torch.bfloat16, "block_size": 2, "scales": "one"}
+OTHER_BLOCKS: dict[str, dict[str, Any]] = {
+    "small-blocks": {"cache": torch.bfloat16, "block_size": 2, "scales": "one"},
+    "e4m3-blocks-of-1": {"block_size": 1, "scales": "heads"},
+    "e4m3-blocks-of-24": {"block_size": 24},
+}
 
 
-@pytest.mark.parametrize("name", [*PREFILLS, "small-blocks"])
+@pytest.mark.parametrize("name", [*PREFILLS, *OTHER_BLOCKS])
 def test_converted_prefill_equals_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values are copied before the prefill, launched by Triton, then directly."""
     from attnlib.ops.triton.hopper import sizes
     from attnlib.ops.triton.launch.cache import LAUNCHES
 
-    options = dict(PREFILLS.get(name, SMALL_BLOCKS))
+    options = dict((PREFILLS | OTHER_BLOCKS)[name])
     monkeypatch.setattr(sizes, "COPIED_TOKENS", 1)
     LAUNCHES.clear()
     for _ in range(2):

@@ -77,7 +77,8 @@ def layer_reasons(
         kernel: its name.
         shape: sizes and dtypes of the layer.
         chip: the chip.
-        small_sizes: block sizes besides `BLOCK_SIZES` that it takes over 16-bit caches.
+        small_sizes: block sizes besides `BLOCK_SIZES` that it takes over 16-bit caches, and the
+            decode over float8.
     """
     dtype, cache_dtype = shape.query_dtype, shape.cache_dtype
     is_quantized = cache_dtype in (QUANTIZED if kernel == DECODE else FLOAT8)
@@ -95,7 +96,9 @@ def layer_reasons(
     if is_quantized and in_4_bits and shape.head_sizes != (128, 128):
         reasons.append(f"head sizes {shape.head_sizes}; the {kernel} takes 128 over 4-bit elements")
     reasons += _head_size_reasons(kernel, shape, is_quantized, bool(small_sizes))
-    sizes = BLOCK_SIZES if is_quantized else (*small_sizes, *BLOCK_SIZES)
+    takes_small = not is_quantized or (kernel == DECODE and cache_dtype in FLOAT8)
+    takes_small &= shape.page_format is None
+    sizes = (*small_sizes, *BLOCK_SIZES) if takes_small else BLOCK_SIZES
     if shape.block_size not in sizes:
         taken = ", ".join(map(str, sizes))
         reasons.append(f"block_size {shape.block_size}; the {kernel} takes {taken}")

@@ -29,7 +29,7 @@ from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.hopper.select_latents import select_latents
 from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
-from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows
+from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows, gathers
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
     invariant_unsupported_reasons,
@@ -111,27 +111,31 @@ def _choose_tile(call: AttentionCall, schedule: DecodeSchedule) -> DecodeTile | 
     """The tile; None for keys of 4-bit floats beside a prefill, which CTAs of one warp read."""
     shape, params = call.shape, call.params
     pairs, rows = call.batch.num_decodes * shape.num_kv_heads, shape.group * schedule.max_query_len
+    gathered = shape.cache_dtype.itemsize == 1 and gathers(shape.block_size)
     # CTAs of one warp would run on all multiprocessors, also during a prefill.
     one_warp = (
         shape.cache_dtype.itemsize == 1
         and supports_one_warp(shape.head_sizes, rows)
         and params.score_function is None
         and schedule.max_ctas is None
+        and not gathered
     )
     stored = shape.page_format
     if stored is not None and stored.elements_per_group and not one_warp:
         return None
-    return choose_hopper_decode_tile(
+    pairs_per_sm = min(_MOST_PAIRS, -(-pairs // call.limits.num_sms))
+    tile = choose_hopper_decode_tile(
         *shape.head_sizes,
         cache_bits=8 * shape.cache_dtype.itemsize,
         stored=stored,
         values=shape.value_format,
         rows=rows,
-        keys_per_sm=schedule.hopper_keys_per_sm,
-        pairs_per_sm=min(_MOST_PAIRS, -(-pairs // call.limits.num_sms)),
+        keys_per_sm=None if gathered else schedule.hopper_keys_per_sm,
+        pairs_per_sm=None if gathered else pairs_per_sm,
         one_warp=one_warp,
         tuned=call.limits.tuned,
     )
+    return replace(tile, consumers=1) if gathered else tile
 
 
 def select_packed_decode(call: AttentionCall, keys_per_sm: int | None) -> HopperDecode | None:

@@ -83,6 +83,20 @@ CASES["mxfp4, values of 2^118"] = {
     "tile": DecodeTile(32, 3, warps=2), "sinks": True,
 }  # fmt: skip
 CASES |= {
+    f"float8, {name}": {"keys": "fp8_e4m3", "values": None, **options}
+    for name, options in {
+        "blocks of 1": {"block_size": 1, "tile": DecodeTile(64, 3)},
+        "blocks of 4, 4 tokens, all": {
+            "batch": "q4s300_q3s70_q4s5", "block_size": 4, "tile": DecodeTile(128, 3), **_ALL,
+        },
+        "blocks of 8, one warp": {"block_size": 8, "tile": DecodeTile(32, 3, warps=2)},
+        "blocks of 8, two consumers": {"block_size": 8, "tile": DecodeTile(64, 3, 2)},
+        "blocks of 2, 80 elements": {
+            "block_size": 2, "head_size": 80, "dtype": torch.float16, "tile": DecodeTile(64, 2),
+        },
+    }.items()
+}  # fmt: skip
+CASES |= {
     f"{rotation} int8, {size}": {
         "keys": INT8, "values": None, "head_size": size, "rotation": rotation, "tile": tile,
     }
@@ -119,10 +133,11 @@ def _cache(
     draw = torch.Generator().manual_seed(0)
     size, columns = spec.block_size, -(-lengths.max_seq_len // spec.block_size)
     cache = PagedKVCache.allocate(spec, lengths.num_reqs * columns, "cpu", options.get("layout"))
-    assert cache.pages is not None
-    cache.pages.fill_(0xFF)
+    pages = (cache.key_cache, cache.value_cache) if cache.pages is None else (cache.pages,)
+    for page in pages:
+        page.view(torch.uint8).fill_(0xFF)  # of float8 NaN
     table = torch.randperm(lengths.num_reqs * columns, generator=draw).view(-1, columns)
-    scales = cache.block_views[-1].view(torch.uint8)
+    scales = None if cache.pages is None else cache.block_views[-1].view(torch.uint8)
     rows = zip(table, lengths.seq_lens, lengths.query_lens, strict=True)
     for blocks, length, query_len in rows:
         position = torch.arange(length)
@@ -134,7 +149,7 @@ def _cache(
             blocks[position // size] * size + position % size,
             k_scale=cache.k_scale, v_scale=cache.v_scale,
         )  # fmt: skip
-        if "window" in options:
+        if "window" in options and scales is not None:
             hidden = torch.arange(max(0, length - query_len - options["window"][0]))
             scales[blocks[hidden // size], hidden % size] = 0xFF
     return cache, table.int()

@@ -108,7 +108,7 @@ def test_supports_common_layers(
         ({"d": 32, "dv": 32}, "head size 32"),
         ({"d": 576, "dv": 512}, "head size 576"),
         ({"n": 48}, "block_size 48"),
-        ({"n": 1, "cache": torch.float8_e4m3fn}, "block_size 1"),
+        ({"n": 3, "cache": torch.float8_e4m3fn}, "block_size 3"),
         ({"n": 1, "d": 512, "dv": 512}, "head size 512"),
         ({"cache": torch.float8_e4m3fn, "d": 512, "dv": 512}, "head size 512"),
         ({"group": 256}, "256 query heads"),
@@ -157,10 +157,14 @@ def test_pairs_of_formats() -> None:
     assert not hopper_reads(keys, PAGE_FORMATS["mxfp4"]) and not hopper_reads(None, values)
 
 
-def test_blocks_of_few_tokens_need_16_bit_caches() -> None:
+def test_blocks_of_few_tokens() -> None:
+    """Over float8 the decode reads them, and prefills copy them; not those that hold scales."""
     for size in (1, 2, 4, 8):
         assert _prefill(n=size) == [] and _decode(n=size) == []
-        assert f"block_size {size}" in _decode(n=size, cache=torch.float8_e4m3fn)[0]
+        assert _decode(n=size, cache=torch.float8_e4m3fn) == []
+        assert f"block_size {size}" in _prefill(n=size, cache=torch.float8_e4m3fn)[0]
+        in_page = {"cache": torch.float8_e4m3fn, "stored": PAGE_FORMATS["fp8_per_token_head"]}
+        assert f"block_size {size}" in _decode(n=size, **in_page)[0]
 
 
 def test_decode_rows_are_limited() -> None:

@@ -49,6 +49,7 @@ from attnlib.ops.triton.hopper.kernels.decode_consumer import consumer
 from attnlib.ops.triton.hopper.kernels.decode_loader import loader
 from attnlib.ops.triton.hopper.kernels.decode_worker import allocate_worker
 from attnlib.ops.triton.hopper.kernels.schedule import Batch, KeyTiles, Mask
+from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
 __all__ = ["hopper_decode_kernel"]
 
@@ -82,7 +83,8 @@ def hopper_decode_kernel(
         SCORE, BOUNDS: the score function and the keys that it shows, as in `kernels.score`.
         CONFIG: `DecodeConfig`.
     """
-    CACHE: gl.constexpr = key_desc.dtype.element_ty if CONFIG.GATHERS else key_desc.dtype
+    STORED: gl.constexpr = key_desc.dtype.element_ty if CONFIG.GATHERS else key_desc.dtype
+    CACHE: gl.constexpr = gl.int16 if CONFIG.K_KIND != KV_PLAIN else STORED
     aux = (
         aux0,
         rows0,

@@ -12,6 +12,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
 from attnlib.ops.triton.hopper.kernels.decode_output import store_outputs
 from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
+from attnlib.ops.triton.hopper.kernels.decode_worker import elements_per_word
 from attnlib.ops.triton.hopper.kernels.gather import RequestRows
 from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
@@ -80,8 +81,7 @@ def _load_split(
     BLOCK_SIZE: gl.constexpr = config.BLOCK_SIZE
     caches = call.caches
     batch = call.keys.batch
-    num_blocks = batch.num_blocks
-    table = batch.table(split.request)
+    num_blocks, table = batch.num_blocks, batch.table(split.request)
     pages = (split.seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     if config.K_KIND != KV_PLAIN and not config.HAS_LEFT and not config.HAS_CHUNK:
         # The first pages of the next request. Over 16-bit caches this gained nothing.
@@ -104,7 +104,7 @@ def _load_split(
                 caches.stride_kb,
                 caches.stride_kn,
                 caches.stride_kh,
-                config.D,
+                config.D // elements_per_word(config.K_KIND),
                 BLOCK_SIZE,
             )
             rows.load(worker.keys, step, tile, tile + _GATHER_AHEAD)
@@ -117,7 +117,7 @@ def _load_split(
                 caches.stride_vb,
                 caches.stride_vn,
                 caches.stride_vh,
-                config.DV,
+                config.DV // elements_per_word(config.V_KIND),
                 BLOCK_SIZE,
             )
             rows.load(worker.values, step, tile, tile + _GATHER_AHEAD)

@@ -48,14 +48,14 @@ class RequestRows:
     """The keys or the values of a request and KV head, whose rows are gathered.
 
     Fields:
-        cache: pointer to the cache [B, N, Hkv, D].
+        cache: pointer to the cache [B, N, Hkv, D], in words of 16 bits or of float8.
         table: the request's row of the block table.
         seq_len: keys of the request.
         kv_head: KV head.
         stride_b, stride_n, stride_h: strides of blocks, rows and heads, in bytes, multiples of 16.
             They are no constants, because they change at every token of a cache that is one
             growing tensor.
-        D: head size.
+        D: words of 16 bits of a head.
         BLOCK_SIZE: positions of a page.
     """
 
