@@ -19,6 +19,7 @@ from attnlib.backends.flashinfer.probe import find_api
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError
 from attnlib.testing import run_conformance
+from attnlib.testing.checks import CHECKS
 from tests.backends.flashinfer.fake_mla import FLAT, RELEASES, Calls, install
 
 H200 = DeviceInfo("cuda", 0, (9, 0), name="NVIDIA H200")
@@ -26,6 +27,11 @@ SPEC = AttentionSpec(
     num_heads=4, num_kv_heads=1, head_size=576, head_size_v=512, dtype=torch.bfloat16,
     block_size=16, use_mla=True, needs_lse=True,
 )  # fmt: skip
+
+
+NUMBERS = {"V2", "V3", "W4"}
+"""Checks that compare many numbers, which are those of the fake in all releases. They take three
+quarters of the time, and run for the oldest and the newest."""
 
 
 def _on_cpu() -> type[AttentionBackend]:
@@ -157,9 +163,17 @@ def test_the_configured_kernels(calls: Calls) -> None:
 
 
 @pytest.mark.slow
-def test_it_conforms(calls: Calls) -> None:
+def test_it_conforms(calls: Calls, request: pytest.FixtureRequest) -> None:
     """The checks of latent layers: padding, sinks, empty rows, LSE, refusals."""
-    report = run_conformance(_on_cpu(), device="cpu", quick=True, label="flashinfer_mla")
+    release = request.node.callspec.params["calls"]
+    whole = release in (RELEASES[0], RELEASES[-1])
+    report = run_conformance(
+        _on_cpu(),
+        device="cpu",
+        quick=True,
+        label="flashinfer_mla",
+        checks=[check for check in CHECKS if whole or check.id not in NUMBERS],
+    )
     assert report.passed, str(report)
     assert calls.runs  # the fake was called
 
