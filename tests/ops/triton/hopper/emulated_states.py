@@ -111,13 +111,14 @@ def emulate_case(name: str) -> dict[str, Any]:
 
 
 def emulate_drafts(name: str) -> dict[str, Any]:
-    """Emulate steps of up to four tokens of two requests, some of which are taken back, beside
-    padding, and forks of them in the middle of a chunk and at its end.
+    """Emulate steps of up to four or eight tokens of two requests, some of which are taken back,
+    beside padding, and forks of them in the middle of a chunk and at its end.
 
     Returns:
         errors, keeps, launches: as above; `keeps` also says that padding gets 0.
     """
-    spec = _spec(name, {**CASES[name]["spec"], "max_rollback": 3})
+    most = 8 if name in ("kimi delta", "mamba2") else 4
+    spec = _spec(name, {**CASES[name]["spec"], "max_rollback": most - 1})
     requests = [draw_tokens(spec, n, n) for n in (39, 35)]
     layer, rng = draw_layer(spec), random.Random(len(name))
     runner = Operations(spec, layer, "tail", 8, "triton")
@@ -137,8 +138,8 @@ def emulate_drafts(name: str) -> dict[str, Any]:
             while min(server.done) < until:
                 parts = [Part(-1, 2)]
                 for request, done in enumerate(server.done):
-                    stay = min(rng.randint(1, 4), until - done)
-                    parts.append(Part(request, stay, rng.randint(0, 4 - stay) if stay else 0))
+                    stay = min(rng.randint(1, most), until - done)
+                    parts.append(Part(request, stay, rng.randint(0, most - stay) if stay else 0))
                 out = server.step(parts, sources).out
                 assert out is not None
                 keeps &= not out[:2].any() and not out[-1:].any()
