@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, wait_for_copies
 from attnlib.ops.triton.hopper.kernels.state_fill import fill_chunk
 from attnlib.ops.triton.hopper.kernels.state_memory import (
-    PART_KEYS,
     allocate,
     copy_state,
     copy_tail,
     gates,
     key_layout,
+    multiply_state,
     state_layout,
 )
 from attnlib.ops.triton.hopper.kernels.state_slots import (
@@ -88,6 +88,17 @@ def _go_back(ws, os, token, FIRST: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _lengths(queries, scale, CONFIG: gl.constexpr):
+    """Return the scale divided by the length of each query."""
+    QUERIES: gl.constexpr = len(queries)
+    factors = ()
+    for number in gl.static_range(QUERIES):
+        query = queries[number]
+        factors = factors + (scale * gl.rsqrt(_dot(query, query) + CONFIG.EPS),)
+    return factors
+
+
+@gluon.jit
 def _go_through(
     ws, os, shared, count, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr
 ):
@@ -100,21 +111,6 @@ def _go_through(
             decay, beta = gates(shared, group, number, KEYS, CONFIG)
             ws, os = _go_back(ws, os, Token(k, v, decay, beta), 0, CONFIG)
     return ws, os
-
-
-@gluon.jit
-def _multiply_state(shared, w, number: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
-    """Return the product of the rows of the state and w, [ROWS * PASSES]."""
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
-    query = shared.query.index(number)
-    query.store(w)
-    acc = gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT)
-    for part in gl.static_range(PARTS):
-        x = query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
-        rows = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
-        acc = gl.fma(rows, x[None, :], acc)
-    return gl.sum(acc, 1)
 
 
 @gluon.jit
@@ -138,22 +134,24 @@ def decode_tokens(
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     ws = queries
     os = ()
+    factors = ()
     for _number in gl.static_range(QUERIES):
         os = os + (gl.zeros([SPAN], gl.float32, ROWS),)
+        factors = factors + (scale,)
     # Always true. ptxas would put this in front of the copies, which would wait for the tokens; it
     # moves nothing over a branch.
     if request.end > 0:
         for last in gl.static_range(QUERIES - 1, -1, -1):
             ws, os = _go_back(ws, os, token_of(new, last), last, CONFIG)
+        if CONFIG.NORM:
+            factors = _lengths(queries, scale, CONFIG)
     wait_for_copies(1)
     ws, os = _go_through(ws, os, shared, request.computed - base, KEYS, ROWS, CONFIG)
     wait_for_copies(0)
     outputs = ()
     for number in gl.static_range(QUERIES):
-        factor = scale
-        if CONFIG.NORM:
-            factor = scale * gl.rsqrt(_dot(queries[number], queries[number]) + CONFIG.EPS)
-        o = (os[number] + _multiply_state(shared, ws[number], number, LAYOUT, CONFIG)) * factor
+        o = os[number] + multiply_state(shared, ws[number], number, LAYOUT, CONFIG)
+        o = o * factors[number]
         if CONFIG.HAS_SKIP:
             o = gl.fma(new.v[number].to(gl.float32), gl.load(skip + head).to(gl.float32), o)
         outputs = outputs + (o,)

@@ -21,6 +21,7 @@ __all__ = [
     "copy_tail",
     "gates",
     "key_layout",
+    "multiply_state",
     "row_parts",
     "state_layout",
     "tail_rows",
@@ -206,3 +207,18 @@ def row_parts(memory, LAYOUT: gl.constexpr):
     for part in gl.static_range(PARTS):
         found = found + (memory.slice(part * PART_KEYS, PART_KEYS).load(LAYOUT).to(gl.float32),)
     return found
+
+
+@gluon.jit
+def multiply_state(shared, w, number: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the product of the rows of the state and w, [ROWS * PASSES]."""
+    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
+    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
+    query = shared.query.index(number)
+    query.store(w)
+    acc = gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        x = query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
+        rows = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
+        acc = gl.fma(rows, x[None, :], acc)
+    return gl.sum(acc, 1)

@@ -46,3 +46,11 @@ def test_emulated_drafts() -> None:
     for result in compile_in_process("tests.ops.triton.hopper.emulated_states", "--drafts"):
         assert max(result["errors"]) < LIMIT and result["keeps"], result
         assert result["launches"] == result["all"] > 10, result
+
+
+@pytest.mark.slow
+def test_copies_begin_before_anything_waits() -> None:
+    """Speed rules: ptxas puts what waits for new tokens in front of the copies where it may, and
+    the copies would wait, too."""
+    for result in compile_in_process("tests.ops.triton.hopper.state_copies"):
+        assert not result["early"], result
