@@ -108,8 +108,7 @@ def fused_decode_kernel(
     STEP: gl.constexpr = CONFIG.STEP
     CHANNELS: gl.constexpr = CONFIG.CONVOLUTION
     KEYS: gl.constexpr = key_layout(STATE)
-    LAYOUT: gl.constexpr = state_layout(STATE, 1)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(STATE, 1))
     BOTH: gl.constexpr = _channel_layout(CONFIG)
     COLUMN: gl.constexpr = gl.SliceLayout(0, BOTH)
     TOKEN: gl.constexpr = gl.SliceLayout(1, BOTH)
@@ -158,8 +157,7 @@ def fused_decode_kernel(
     rows = gl.allocate_shared_memory(KIND, SHAPE, VECTOR)
     reinterpret(rows, KIND, SHAPE, ROWS_LAYOUT).store(convolve(pairs, taps, CHANNELS).to(KIND))
     new, queries = new_tokens(rows, projections, speed, shift, KEYS, ROWS, CONFIG)
-    given = skip, scale, head
-    outputs = decode_tokens(request, base, new, queries, shared, *given, LAYOUT, STATE)
+    outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, STATE)
     if has_groups(CONFIG):
         store_normalized(outputs, norms, request, out, head, index, CONFIG)
     else:

@@ -114,24 +114,13 @@ def _go_through(
 
 
 @gluon.jit
-def decode_tokens(
-    request,
-    base,
-    new,
-    queries,
-    shared,
-    skip,
-    scale,
-    head,
-    LAYOUT: gl.constexpr,
-    CONFIG: gl.constexpr,
-):
+def decode_tokens(request, base, new, queries, shared, skip, scale, CONFIG: gl.constexpr):
     """Return the outputs [ROWS * PASSES] of the new tokens, a `Token`, float32. Copies of tail and
-    state are under way."""
+    state are under way; `skip` points to that of the head."""
     QUERIES: gl.constexpr = CONFIG.QUERIES
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     KEYS: gl.constexpr = key_layout(CONFIG)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(CONFIG, 1))
     ws = queries
     os = ()
     factors = ()
@@ -150,10 +139,10 @@ def decode_tokens(
     wait_for_copies(0)
     outputs = ()
     for number in gl.static_range(QUERIES):
-        o = os[number] + multiply_state(shared, ws[number], number, LAYOUT, CONFIG)
+        o = os[number] + multiply_state(shared, ws[number], number, CONFIG)
         o = o * factors[number]
         if CONFIG.HAS_SKIP:
-            o = gl.fma(new.v[number].to(gl.float32), gl.load(skip + head).to(gl.float32), o)
+            o = gl.fma(new.v[number].to(gl.float32), gl.load(skip).to(gl.float32), o)
         outputs = outputs + (o,)
     return outputs
 
@@ -216,8 +205,7 @@ def copied_decode_kernel(
     are those of `state_step_kernel`. Files: `state_memory`, `state_slots`, `state_fill`.
     """
     KEYS: gl.constexpr = key_layout(CONFIG)
-    LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(CONFIG, 1))
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     if number == num_reqs:
@@ -240,8 +228,7 @@ def copied_decode_kernel(
     partition_barrier()  # ptxas would put these loads behind the copies
     copy_tail(shared, request, base, tokens, tail, block, CONFIG)
     copy_state(shared, state, request.source, head, block, base, CONFIG)
-    given = skip, scale, head
-    outputs = decode_tokens(request, base, new, queries, shared, *given, LAYOUT, CONFIG)
+    outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, CONFIG)
     store_outputs(outputs, request, out, head, block, ROWS, CONFIG)
     slots_of = Slots(state, positions, tails)
     store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, CONFIG)

@@ -210,8 +210,9 @@ def row_parts(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_state(shared, w, number: gl.constexpr, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+def multiply_state(shared, w, number: gl.constexpr, CONFIG: gl.constexpr):
     """Return the product of the rows of the state and w, [ROWS * PASSES]."""
+    LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
     query = shared.query.index(number)
