@@ -21,7 +21,7 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 
 __all__ = ["KeyLister", "list_visible_keys"]
 
-_BLOCK = 1024
+_BLOCK, _WARPS = 2048, 8
 
 
 def list_visible_keys(
@@ -80,5 +80,5 @@ class KeyLister:
 
 
 def _launch(rows: int) -> BoundLaunch:
-    constants = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": True}
+    constants = {"BLOCK": _BLOCK, "num_warps": _WARPS, "enable_fp_fusion": True}
     return BoundLaunch(visible_keys_kernel, (rows, 1, 1), constants)

@@ -35,7 +35,7 @@ def visible_keys_kernel(
         rank = count + tl.cumsum(seen, 0) - 1
         tl.store(table + rank, row * row_distance + columns, mask=(seen > 0) & (rank < width))
         count += tl.sum(seen, 0)
-    for base in range(0, width, BLOCK):
+    for base in range(count // BLOCK * BLOCK, width, BLOCK):
         rest = base + tl.arange(0, BLOCK)
         tl.store(table + rest, -1, mask=(rest >= count) & (rest < width))
     tl.store(lengths + row, tl.minimum(count, width))
