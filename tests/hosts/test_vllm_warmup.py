@@ -28,6 +28,21 @@ CASES: dict[str, dict[str, Any]] = {
     "llama eager": {"enforce_eager": True}, "deepseek-v32": {"block_size": 64},
 }  # fmt: skip
 """Name of the model and more -> arguments of the engine."""
+_N_GRAMS = {
+    "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2
+}  # fmt: skip
+MORE: dict[str, dict[str, dict[str, Any]]] = {
+    VLLM[0]: {
+        "loops n-grams": {"speculative_config": _N_GRAMS},
+        "llama nvfp4": {"kv_cache_dtype": "nvfp4"},
+    },
+    VLLM[1]: {
+        "gemma3": {}, "deepseek fp8": {"kv_cache_dtype": "fp8"},
+        "llama rotated": {"kv_cache_dtype": "int8_per_token_head,nvfp4+hadamard"},
+    },
+}  # fmt: skip
+"""Those of one release only, as `CASES`."""
+_IN_PAGES = "llama int8", "llama nvfp4", "llama rotated"
 
 
 @pytest.mark.parametrize(("version", "runner"), [*((v, "0") for v in VLLM), (VLLM[1], "1")])
@@ -38,7 +53,7 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
         name: {
             "model": str(models / name.split()[0]), "times": 3, "arguments": {**ARGUMENTS, **more}
         }
-        for name, more in CASES.items()
+        for name, more in {**CASES, **(MORE[version] if runner == "0" else {})}.items()
         if (name != "deepseek-v32" if runner == "0" else name.startswith(("llama", "deepseek-v32")))
     }  # fmt: skip
     variables = {"ATTNLIB_VLLM_STATES": "1"}
@@ -48,7 +63,7 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
     for name, result in results.items():
         assert result.get("error") is None, name
         assert result["backends"] == ["triton"]
-        write = "write_pages_kernel" if name == "llama int8" else "write_kv_kernel"
+        write = "write_pages_kernel" if name in _IN_PAGES else "write_kv_kernel"
         kernels = {"decode_kernel", "prefill_kernel", write}
         if name == "qwen3-next":
             kernels |= {"fused_step_kernel", "state_step_kernel", "short_convolution_kernel"}
