@@ -10,6 +10,7 @@ caller, because its strides matter too, and does not change it: every slot is -1
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +29,9 @@ from attnlib.layer.attention import Attention
 from attnlib.layer.state import StateLayer
 from attnlib.layer.state_warmup import run_state_batch, unused_batches
 from attnlib.layer.warmup_batches import (
-    bounded_batches,
     extra_keys,
     large_write,
+    new_batch,
     new_tensors,
     warmup_batches,
 )
@@ -38,6 +39,7 @@ from attnlib.layer.warmup_facts import kernel_facts
 from attnlib.layer.warmup_helpers import run_helpers, run_over
 from attnlib.layer.warmup_steps import run_steps
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.dispatch import has_triton, runs_kernels
 from attnlib.ops.states import StepForm
 from attnlib.ops.triton.launch.compilations import compiled_kernels
@@ -162,17 +164,25 @@ def _steps(
     attention."""
     spec = layer.spec
 
+    @functools.lru_cache(maxsize=1)  # batches of the same lengths follow each other
+    def batch_of(lengths: tuple[int, ...]) -> CommonAttentionMetadata:
+        return new_batch(spec, lengths, columns, device)
+
+    @functools.lru_cache(maxsize=2)
+    def rows_of(num_tokens: int, fused: bool) -> tuple[torch.Tensor, ...]:
+        return new_tensors(spec, num_tokens, device, fused)
+
     def run_batch(lengths: tuple[int, ...], bound: int) -> None:
-        for common in bounded_batches(spec, lengths, [bound], columns, device):
-            for kind in _kinds_of_kernels(layer):
-                with kind:
-                    _run(layer, cache, builder.build(0, common), sum(lengths), device)
+        common = batch_of(lengths).replace(max_seq_len=bound)
+        for kind in _kinds_of_kernels(layer):
+            with kind:
+                _run(layer, cache, builder.build(0, common), sum(lengths), rows_of)
 
     def run_others() -> None:
         for kind in _kinds_of_kernels(layer):
             with kind:
                 for metadata, num_tokens in builder.warmup_metadata(limits):
-                    _run(layer, cache, metadata, num_tokens, device)
+                    _run(layer, cache, metadata, num_tokens, rows_of)
 
     pairs = ((lengths, bound) for lengths, bounds in batches.items() for bound in bounds)
     return [
@@ -231,10 +241,10 @@ def _run(
     cache: PagedKVCache | None,
     metadata: AttentionMetadata,
     num_tokens: int,
-    device: torch.device,
+    rows_of: Callable[[int, bool], tuple[torch.Tensor, ...]],
 ) -> None:
-    extra = extra_keys(layer.spec, metadata, num_tokens, device)
     for fused in (True, False):
-        query, key, value = new_tensors(layer.spec, num_tokens, device, fused)
+        query, key, value = rows_of(num_tokens, fused)
+        extra = extra_keys(layer.spec, metadata, num_tokens, query.device)
         for return_lse in (False, True) if layer.spec.needs_lse else (False,):
             layer(query, key, value, cache, metadata, return_lse, **extra)

@@ -6,7 +6,6 @@ every slot is -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
 
-__all__ = ["bounded_batches", "extra_keys", "large_write", "new_tensors", "warmup_batches"]
+__all__ = ["extra_keys", "large_write", "new_batch", "new_tensors", "warmup_batches"]
 
 _LONGEST_TILE = 256
 """Longer queries use the same tiles."""
@@ -74,46 +73,35 @@ def _powers(limit: int) -> list[int]:
     return powers if limit in powers else [*powers, limit]
 
 
-def bounded_batches(
-    spec: AttentionSpec,
-    lengths: tuple[int, ...],
-    bounds: list[int],
-    columns: int,
-    device: torch.device,
-) -> Iterator[CommonAttentionMetadata]:
-    """The batch with each bound on sequence lengths (splits depend on it); no slot is written."""
+def new_batch(
+    spec: AttentionSpec, lengths: tuple[int, ...], columns: int, device: torch.device
+) -> CommonAttentionMetadata:
+    """A batch of sequences that begin; no slot is written. Splits depend on the declared bound on
+    sequence lengths, which copies of the batch may have as large as they like."""
     score, causal = _score_tensors(spec, len(lengths), device), None
     if spec.mask_kind is MaskKind.PER_REQUEST:
         causal = torch.ones(len(lengths), dtype=torch.bool, device=device)
-    is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
-    for bound in bounds:
-        if not spec.is_paged:
-            yield CommonAttentionMetadata.from_lengths(
-                lengths,
-                lengths,
-                device=device,
-                max_seq_len=bound,
-                score_tensors=score,
-                causal=causal,
-            )
-            continue
-        blocks = max(columns, -(-max(lengths) // spec.block_size))
-        table = torch.zeros(len(lengths), blocks, dtype=torch.int32, device="cpu")
-        common = CommonAttentionMetadata.from_lengths(
-            lengths,
-            lengths,
-            table,
-            spec.block_size,
-            device,
-            max_seq_len=bound,
-            score_tensors=score,
-            causal=causal,
-            is_cross_attention=is_cross,
-            new_key_lens=lengths if is_cross else None,
+    if not spec.is_paged:
+        return CommonAttentionMetadata.from_lengths(
+            lengths, lengths, device=device, score_tensors=score, causal=causal
         )
-        assert common.slot_mapping is not None  # a block table was given
-        common.slot_mapping.fill_(-1)
-        yield common
+    is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
+    blocks = max(columns, -(-max(lengths) // spec.block_size))
+    table = torch.zeros(len(lengths), blocks, dtype=torch.int32, device="cpu")
+    common = CommonAttentionMetadata.from_lengths(
+        lengths,
+        lengths,
+        table,
+        spec.block_size,
+        device,
+        score_tensors=score,
+        causal=causal,
+        is_cross_attention=is_cross,
+        new_key_lens=lengths if is_cross else None,
+    )
+    assert common.slot_mapping is not None  # a block table was given
+    common.slot_mapping.fill_(-1)
+    return common
 
 
 def _score_tensors(

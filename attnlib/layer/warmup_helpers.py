@@ -11,7 +11,7 @@ import torch
 from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.attention import Attention
-from attnlib.layer.warmup_batches import bounded_batches, extra_keys, new_tensors
+from attnlib.layer.warmup_batches import extra_keys, new_batch, new_tensors
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.ops.dispatch import runs_kernels
 from attnlib.spec import AttentionSpec
@@ -55,8 +55,8 @@ def run_over(
         return
     lengths = max(batches, key=lambda one: (len(set(one)), max(one)))
     spec, device, num_tokens = layer.spec, builder.device, sum(lengths)
-    (common,) = bounded_batches(spec, lengths, [limits.max_seq_len], columns, device)
-    metadata = builder.build(0, common)
+    common = new_batch(spec, lengths, columns, device)
+    metadata = builder.build(0, common.replace(max_seq_len=limits.max_seq_len))
     rows = new_tensors(spec, num_tokens, device, True)
     extra = extra_keys(spec, metadata, num_tokens, device)
     for cache in caches:
