@@ -13,6 +13,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.backends.triton.declared import prefill_bytes, warmup_lengths
 from attnlib.backends.triton.scheduler import Scheduler
 from attnlib.layer.warmup_batches import warmup_batches
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of_cpu
 from attnlib.ops.triton.heuristics.splits import (
     MOST_PREFILL_ROWS,
@@ -94,6 +95,20 @@ def test_prefills_over_latents() -> None:
         declared = prefill_bytes(scheduler, LIMITS)
         need = latent_decode_workspace_bytes(LIMITS.max_num_tokens, heads, 2048, 132)
         assert 0 < need <= declared
+
+
+def test_the_workspace_of_a_mixed_batch_over_latents_serves_both_parts() -> None:
+    """M7: nothing is allocated besides the declared memory."""
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+    spec = AttentionSpec(**{**BASE, **latent, "num_heads": 16, "block_size": 64})
+    with limits_of_cpu(H100):
+        builder = TritonBackend.make_builder(spec, "cpu", limits=LIMITS)
+        batch = ([1, 40], [3000, 3000], torch.zeros(2, 800).int(), 64, "cpu")
+        held = builder.workspace_bytes
+        metadata = builder.build(0, CommonAttentionMetadata.from_lengths(*batch))
+    assert metadata.num_decodes == metadata.num_prefills == 1
+    needed = latent_decode_workspace_bytes(40, 16, 40, 132)
+    assert needed <= metadata.workspace.nbytes <= held == builder.workspace_bytes
 
 
 def test_composites_warm_up_the_batches_of_both() -> None:
