@@ -126,19 +126,21 @@ def emulate_drafts(name: str) -> dict[str, Any]:
     launches, keeps, servers = list[str](), True, list[Server]()
     with stub_target("sm_90"), patch.object(state_tiles, "TILES", tiles):
         JITFunction.run = counted(launches)
-        for slots in ([6, 2], [0, 4], [1, 5]):
+        for slots, ends in (([6, 2], (15, 17)), ([0, 4], (31,)), ([1, 5], (35,))):
             server = Server(spec, runner, requests, slots, extra_rows=1)
             sources = None
             if servers:
-                # The first fork continues from the middle of a chunk, the second one from its end.
+                # The first fork fills a chunk that its source could have continued in, and keeps
+                # a token of the next one; the second fork continues from the end of a chunk.
                 source = servers[-1]
                 server.done, sources = list(source.done), [-1, *source.slots]
             kept = runner.memory[sources[1:]].clone() if sources else None
-            until = (21, 31, 35)[len(servers)]
-            while min(server.done) < until:
+            while min(server.done) < ends[-1]:
+                until = next(end for end in ends if min(server.done) < end)
                 parts = [Part(-1, 2)]
                 for request, done in enumerate(server.done):
-                    stay = min(rng.randint(1, most), until - done)
+                    left = until - done
+                    stay = left if left <= 2 else min(rng.randint(1, most), left)
                     parts.append(Part(request, stay, rng.randint(0, most - stay) if stay else 0))
                 out = server.step(parts, sources).out
                 assert out is not None

@@ -154,9 +154,6 @@ def store_slot(
     """Write what the step leaves in the slot."""
     QUERIES: gl.constexpr = CONFIG.QUERIES
     kept = kept_state(request, CONFIG)
-    if kept > base:
-        count = request.computed - base
-        fill_chunk(shared, token_of(new, 0), count, slots.state, request.slot, head, block, CONFIG)
     has_tail = kept <= base
     if CONFIG.D > 0:
         has_tail = request.end > kept
@@ -171,6 +168,9 @@ def store_slot(
             if (position >= kept) & (position < request.end):
                 one = token_of(new, number)
                 store_token(one, position, target, head, block, KEYS, ROWS, CONFIG)
+    if kept > base:  # changes shared memory
+        count = request.computed - base
+        fill_chunk(shared, token_of(new, 0), count, slots.state, request.slot, head, block, CONFIG)
     store_positions(slots.positions, request, head, block, CONFIG)
 
 
