@@ -14,15 +14,15 @@ from attnlib.object_path import load_object
 from attnlib.testing.conformance import run_conformance
 from tests.gpu.devices import needs_gpu
 from tests.kv_formats.conftest import MODULE
-from tests.kv_formats.device_formats import SQUARES, STEPS
+from tests.kv_formats.device_formats import CUBES, SQUARES, STEPS
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
-@pytest.fixture(params=["tests:squares", "tests:steps", "example:rotated4"])
+@pytest.fixture(params=["tests:squares", "tests:steps", "tests:cubes", "example:rotated4"])
 def stored(request: pytest.FixtureRequest) -> Iterator[KVFormat]:
     """Numbers by calls of a function, by equal steps, and of a table."""
-    formats = (SQUARES, STEPS, load_object(f"{MODULE}:ROTATED_4BIT"))
+    formats = (SQUARES, STEPS, CUBES, load_object(f"{MODULE}:ROTATED_4BIT"))
     found = register_kv_format(next(one for one in formats if one.name == request.param))
     yield found
     unregister_kv_format(found.name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib.kv_formats import KVFormat
 from attnlib.score_functions import where
 
-__all__ = ["SQUARES", "STEPS"]
+__all__ = ["CUBES", "SQUARES", "STEPS"]
 
 
 def encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,4 +66,35 @@ STEPS = KVFormat(
     name="tests:steps", version=1, dtype=torch.uint8, bits=8, scale_dtype=torch.float32,
     groups_per_head=1, encode=encode_steps, decode=decode_steps, error=0.02,
     number=number_of_steps,
+)  # fmt: skip
+
+
+def encode_cubes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Signed cubes of numbers from 0 to 127."""
+    has_nan = x.isnan().any(-1, keepdim=True)
+    x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
+    scale = x.abs().amax(-1, keepdim=True) * (1 / 15.875**3)
+    roots = ((x.abs() / scale.clamp(min=1e-37)) ** (1 / 3) * 8.0).round().clamp(0, 127)
+    codes = torch.where(scale > 0, roots, 0.0).to(torch.uint8) | (x < 0).to(torch.uint8) << 7
+    return codes, torch.where(has_nan, torch.nan, scale)
+
+
+def decode_cubes(codes: Tensor, scale: Tensor) -> Tensor:
+    """The reverse of `encode_cubes`."""
+    roots = (codes & 127).float() * 0.125
+    cubes = roots * roots * roots
+    return torch.where(codes > 127, -cubes, cubes) * scale
+
+
+def number_of_cubes(word: Any, part: int) -> Any:
+    """The device function, which no instructions give."""
+    code = (word >> (8 * part)) & 255
+    root = (code & 127) * 0.125
+    return where(code > 127, -root * root * root, root * root * root)
+
+
+CUBES = KVFormat(
+    name="tests:cubes", version=1, dtype=torch.uint8, bits=8, scale_dtype=torch.float32,
+    groups_per_head=1, encode=encode_cubes, decode=decode_cubes, error=0.03,
+    number=number_of_cubes,
 )  # fmt: skip

@@ -24,7 +24,7 @@ from attnlib.ops.triton.kernels.page_formats import (
 )
 from attnlib.ops.triton.kernels.quant import KV_E4M3_BYTES, KV_PLAIN
 from attnlib.ops.triton.launch.constants import attention_constants, compute_dtype
-from attnlib.ops.triton.launch.number_code import number_ptx
+from attnlib.ops.triton.launch.number_code import is_looked_up, number_ptx
 from attnlib.ops.triton.launch.settle import settle_keys
 
 __all__ = ["element_constants", "page_kind", "page_words"]
@@ -68,6 +68,7 @@ def _numbers(keys: KVFormat, values: KVFormat, packed: bool = False) -> dict[str
             from attnlib.ops.triton.launch.score_compile import compile_score
 
             code = compile_score(function, "triton").apply
+            code.is_table = is_looked_up(function, bits)
         found.append(code)
     named = [one for one in found if one is not None and not isinstance(one, str)]
     settle_keys(*named)

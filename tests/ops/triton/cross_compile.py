@@ -51,7 +51,7 @@ from attnlib.ops.triton.quantized_pages import page_kind, page_words
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.fresh_process import run_module
 from tests.kv_formats.conftest import MODULE
-from tests.kv_formats.device_formats import SQUARES, STEPS
+from tests.kv_formats.device_formats import CUBES, SQUARES, STEPS
 from tests.ops.calls import call_operation, split_options
 from tests.ops.triton.sass import descriptor_sources, disassemble
 from tests.ops.triton.state_cases import STATE_CASES, run_convolution, run_fused, run_state
@@ -209,7 +209,7 @@ def compile_for(name: str, cases: list[str]) -> dict[str, list[Compiled]]:
     return results
 
 
-OPEN_FORMATS = (load_object(f"{MODULE}:ROTATED_4BIT"), SQUARES, STEPS)
+OPEN_FORMATS = (load_object(f"{MODULE}:ROTATED_4BIT"), SQUARES, STEPS, CUBES)
 """Formats with device functions (P16)."""
 
 _score_lookups: dict[Any, int] = {}
@@ -1023,6 +1023,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"cache": "int8_per_token_head", "values": "example:rotated4"},
     ),
     "pages-decode-open8-steps": ("pages decode", {"cache": "tests:steps"}),
+    "pages-decode-open8-table": ("pages decode", {"cache": "tests:cubes"}),
+    "pages-prefill-open8-table": ("pages prefill", {"cache": "tests:cubes", "dv": 64}),
     "pages-prefill-open8": ("pages prefill", {"cache": "tests:squares", "dv": 64}),
     "rotate-heads": ("rotate heads", {"d": 256}),
     "rotate-heads-80-f16": ("rotate heads", {"d": 80, "dtype": torch.float16}),

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from attnlib.kv_formats.number_table import Number, number_table, numbers_of
 from attnlib.object_path import load_object
-from attnlib.ops.triton.launch.number_code import number_ptx
+from attnlib.ops.triton.kernels.page_formats import PAGE_OPEN8, unpack
+from attnlib.ops.triton.launch.number_code import is_looked_up, number_ptx
+from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.score_functions import exp2, where
 from tests.kv_formats.conftest import MODULE
 from tests.kv_formats.device_formats import SQUARES
@@ -114,7 +118,8 @@ EQUAL_STEPS = {signed8: 8, centered8: 8, signed4: 4, centered4: 4}
 LOOKUPS = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4, sorted4: 4, nf4: 4}
 COMPUTED = {SQUARES.number: 8, mirrored_squares8: 8, e3m4: 8, e2m5: 8}
 TABLES: dict[Any, int] = EQUAL_STEPS | LOOKUPS | COMPUTED
-CALLED = {thirds8: 8, cubes8: 8, scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
+LOOKED_UP = {thirds8: 8, cubes8: 8}
+CALLED = {scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,3 +147,27 @@ def test_instructions_give_the_numbers(function: Number, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("function", CALLED, ids=_name)
 def test_what_kernels_call_for_each_element(function: Callable[..., Any]) -> None:
     assert number_ptx(function, CALLED[function]) is None
+    assert not is_looked_up(function, CALLED[function])
+
+
+@triton.jit
+def _unpack_kernel(words, out, NUMBER: tl.constexpr):
+    offsets = tl.arange(0, 128)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    x0, x1, _, _ = unpack(tl.load(words + offsets), PAGE_OPEN8, tl.float16, 90, NUMBER)
+    tl.store(out + offsets, x0)
+    tl.store(out + 256 + offsets, x1)
+
+
+@pytest.mark.parametrize("function", LOOKED_UP, ids=_name)
+def test_what_kernels_look_up(function: Callable[..., Any], device: torch.device) -> None:
+    """Each code in both bytes of a word."""
+    assert number_ptx(function, 8) is None and is_looked_up(function, 8)
+    assert not any(is_looked_up(number, bits) for number, bits in TABLES.items())
+    codes = torch.arange(256, dtype=torch.int32)
+    words = (codes | (codes * 91 + 7 & 255) << 8).short().to(device)
+    out = torch.empty(2, 256, dtype=torch.float16, device=device)
+    apply = compile_score(function, "triton").apply
+    apply.is_table = True
+    _unpack_kernel[(1,)](words, out, NUMBER=apply)
+    wanted = [numbers_of(function, words.int(), part).half() for part in range(2)]
+    assert torch.equal(out, torch.stack(wanted))

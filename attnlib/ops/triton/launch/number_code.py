@@ -4,18 +4,19 @@ A function of the 4 or 8 bits of an element is a table. Equal steps are one mult
 addition in float16, as in the library's formats (`page_formats.unpack_ptx`). Numbers whose sign is
 a bit of its own have half as many magnitudes: 8 of them are in registers, and more are computed, if
 they are a polynomial of second degree or floats of 7 bits. Any other 16 numbers are in registers.
-Kernels call other functions for each element.
+Kernels look 256 others up in shared memory, and call functions of more bits for each element.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from attnlib.kv_formats.number_table import Number, number_table
 
-__all__ = ["number_ptx"]
+__all__ = ["is_looked_up", "number_ptx"]
 
 _FIRST = 2.0**15
 """First factor of floats whose largest number is out of reach of one."""
@@ -25,6 +26,14 @@ _ZERO = "mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; "
 with z stay in registers, and others are copied from uniform registers for each `prmt`."""
 
 
+def is_looked_up(number: Number | None, bits: int) -> bool:
+    """Whether a kernel whose numbers may be packed finds them in a table in shared memory."""
+    if number is None or bits != 8 or number_table(number, bits) is None:
+        return False
+    return number_ptx(number, bits) is None
+
+
+@functools.lru_cache(maxsize=64)
 def number_ptx(number: Number, bits: int) -> str | None:
     """PTX code that converts two words, the last operand, to pairs of float16, the others, as that
     of `unpack_ptx`; None where the function is no such table.
