@@ -25,7 +25,7 @@ from attnlib.ops.triton.states.config import (
 )
 from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.short_convolution import convolution_config
-from attnlib.ops.triton.states.step_parts import gated_norm, step_config
+from attnlib.ops.triton.states.step_parts import norm_launch, step_config
 
 __all__ = ["PreparedFusedStep", "norm_is_apart"]
 
@@ -95,13 +95,13 @@ class PreparedFusedStep:
         starts = [sum(sizes[each] for each in form.order.partition(name)[0]) for name in "qkv"]
         width_of_keys = triton.next_power_of_2(keys)
         step = step_config(a, b, z, out, form, layout.has_beta, tokens)
-        self._has_norm_apart = step.NORM and norm_is_apart(
-            form.norm_size // values, tile, limits, batch.num_reqs * heads
-        )
+        group, self._norm = form.norm_size // values, None
+        if step.NORM and norm_is_apart(group, tile, limits, batch.num_reqs * heads):
+            step, self._norm = step._replace(NORM=False), norm_launch(out, z, form)
         config = FusedConfig(
             state,
             convolution_config(*given)._replace(TOKENS=tokens),
-            step._replace(NORM=step.NORM and not self._has_norm_apart),
+            step,
             Q=starts[0],
             K=starts[1],
             V=starts[2],
@@ -113,7 +113,7 @@ class PreparedFusedStep:
         numbers = (float(params.scale), batch.num_reqs, rows)
         kernel: Any = fused_decode_kernel if tile.copies else fused_step_kernel
         self._launch = KernelLaunch(kernel, config, grid, numbers, **options)
-        self._keeps_tokens = tile.copies
+        self._in_shared_memory = tile.copies
         self._gates = 0 if form.gates == "given" or tile.copies else rows * heads
         self._width = width
 
@@ -129,13 +129,12 @@ class PreparedFusedStep:
     ) -> None:
         """Launch on the current stream."""
         x, a, b, z, form = inputs
-        decay, beta = a, b
+        convolved, decay, beta = x, a, b
         if self._gates:
             sizes = (self._gates * self._width, self._gates)
             memory = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
             decay, beta = memory[: sizes[0]], memory[sizes[0] :]
-        convolved = x
-        if not self._keeps_tokens:
+        if not self._in_shared_memory:
             convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sources = (x, weight, bias, a, b, form.rate, form.bias, z, form.norm_weight)
         targets = (convolved, decay, beta, skip, out, slots.counters)
@@ -143,5 +142,5 @@ class PreparedFusedStep:
         # A tensor that the kernel does not read stands for an absent one.
         given = [a if each is None else each for each in (*sources, *targets, *windows)]
         self._launch.run(*given, *batch.tensors)
-        if self._has_norm_apart:
-            gated_norm(out, z, form)
+        if self._norm is not None and form.norm_weight is not None:
+            self._norm.run(out, out if z is None else z, form.norm_weight)

@@ -15,7 +15,7 @@ from attnlib.ops.triton.kernels.step_parts import (
 )
 from attnlib.ops.triton.states.launch import KernelLaunch
 
-__all__ = ["gated_norm", "state_gates", "step_config"]
+__all__ = ["gated_norm", "norm_launch", "state_gates", "step_config"]
 
 _TOKENS = 16
 """Tokens of a program of the gates."""
@@ -40,10 +40,14 @@ def gated_norm(out: Tensor, z: Tensor | None, form: StepForm) -> None:
     """See `attnlib.ops.torch.states.step_parts.gated_norm`; rows of `out` and `z` are dense."""
     assert form.norm_weight is not None  # `StepForm` checks it
     if out.numel():
-        config = step_config(out, None, z, out, form, False, 1)
-        grid = (out.shape[0], out.shape[1] * out.shape[2] // form.norm_size)
-        launch = KernelLaunch(gated_norm_kernel, config, grid)
-        launch.run(out, out if z is None else z, form.norm_weight)
+        norm_launch(out, z, form).run(out, out if z is None else z, form.norm_weight)
+
+
+def norm_launch(out: Tensor, z: Tensor | None, form: StepForm) -> KernelLaunch:
+    """The launch of `gated_norm`; takes outputs, gates (outputs if there are none) and weights."""
+    config = step_config(out, None, z, out, form, False, 1)
+    grid = (out.shape[0], out.shape[1] * out.shape[2] // form.norm_size)
+    return KernelLaunch(gated_norm_kernel, config, grid)
 
 
 def step_config(
