@@ -123,11 +123,15 @@ def step_tile(
     limits: DeviceLimits,
     num_reqs: int,
     is_long: bool = False,
+    is_fused: bool = False,
 ) -> StateTile:
-    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens."""
+    """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens, and of
+    one from convolution to norm, which convolves keys in fewer programs with wide tiles."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
     copies = not is_long and can_copy(layout, limits.capability)
     kind = kind_of_step(layout, params, is_long, fills_chip, copies)
+    if is_fused:
+        kind = kind.replace("copied wide row", "copied row")
     return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 

@@ -84,7 +84,7 @@ class PreparedFusedStep:
             gates = (*decays, *((0, 0) if b is None else b.stride()))
         strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
         recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(layout, params, limits, batch.num_reqs)
+        tile = step_tile(layout, params, limits, batch.num_reqs, is_fused=True)
         queries = most_queries(layout, tile, batch.max_query_len)
         tokens = queries if tile.copies else triton.next_power_of_2(batch.max_query_len)
         strides = (*strides, *slot_strides(slots))

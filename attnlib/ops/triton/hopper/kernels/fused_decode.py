@@ -59,12 +59,6 @@ from attnlib.ops.triton.kernels.state_requests import (
 __all__ = ["fused_decode_kernel"]
 
 
-@gluon.constexpr_function
-def _channel_layout(CONFIG):
-    """[tokens, channels]: each thread has four channels of all tokens."""
-    return gl.BlockedLayout([1, 4], [1, 32], [1, CONFIG.STATE.WARPS], [1, 0])
-
-
 @gluon.jit(
     do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=FUSED_UNALIGNED
 )
@@ -109,7 +103,8 @@ def fused_decode_kernel(
     CHANNELS: gl.constexpr = CONFIG.CONVOLUTION
     KEYS: gl.constexpr = key_layout(STATE)
     ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(STATE, 1))
-    BOTH: gl.constexpr = _channel_layout(CONFIG)
+    # [tokens, channels]: each thread has four channels of all tokens.
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, STATE.WARPS], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, BOTH)
     TOKEN: gl.constexpr = gl.SliceLayout(1, BOTH)
     number = gl.program_id(0)
