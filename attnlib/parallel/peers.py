@@ -8,10 +8,10 @@ merges what it receives.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -93,18 +93,23 @@ def report(known: PeerBuffers | list[str], process_group: Any) -> threading.Thre
     if not isinstance(known, PeerBuffers):
         _log.info("divided layers exchange by messages: %s", "; ".join(known))
         return None
-    buffers, lives = known, weakref.ref(process_group)
+    buffers, lives, ends = known, weakref.ref(process_group), threading.Event()
 
     def watch() -> None:
         while not buffers.record.value:
-            time.sleep(_SECONDS)
-            if lives() is None:
+            if ends.wait(_SECONDS) or lives() is None:
                 return
         _log.error("%s", buffers.error())
 
     thread = threading.Thread(target=watch, name="attnlib exchanges", daemon=True)
     thread.start()
+    atexit.register(_end, ends, thread)  # the interpreter would stop it anywhere
     return thread
+
+
+def _end(ends: threading.Event, thread: threading.Thread) -> None:
+    ends.set()
+    thread.join()
 
 
 def _out_of_reach(own: int, visible: list[str], used: list[str]) -> str:
