@@ -44,6 +44,25 @@ def _names(file: Path | None) -> set[str] | None:
     return None if found & {"__getattr__", "*"} else found
 
 
+@cache
+def _attributes(module: str) -> set[str] | None:
+    """Names that a module has besides those of its functions; None for one that computes them."""
+    file, found = _file(module), set[str]()
+    assert file is not None
+    inner: list[ast.AST] = [*_tree(file).body]
+    while inner:
+        node = inner.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {each.asname or each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        inner += ast.iter_child_nodes(node)
+    return None if found & {"__getattr__", "*"} or "globals" in file.read_text() else found
+
+
 def missing_names(file: Path) -> Iterator[str]:
     """Imports of names that no module has."""
     for node in ast.walk(_tree(file)):
@@ -62,25 +81,37 @@ def missing_names(file: Path) -> Iterator[str]:
                 yield f"{file.name}:{node.lineno}: {node.module} has no {each.name}"
 
 
+def _imported(node: ast.AST) -> list[tuple[str, str]]:
+    """(Name, module) of what an import, or `name = pytest.importorskip("module")`, gives."""
+    if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+        return [(each.asname or each.name, f"{node.module}.{each.name}") for each in node.names]
+    if isinstance(node, ast.Import):
+        return [(each.asname, each.name) for each in node.names if each.asname is not None]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+        function, given = node.value.func, node.value.args[0]
+        called = getattr(function, "attr", getattr(function, "id", ""))
+        if called in ("importorskip", "import_module") and isinstance(given, ast.Constant):
+            return [(x.id, given.value) for x in node.targets if isinstance(x, ast.Name)]
+    return []
+
+
 def _modules(tree: ast.Module) -> dict[str, str]:
     """Names of a file that are modules of this repository, and nothing else in it."""
-    found: dict[str, str] = {}
-    other = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    found: dict[str, set[str]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            for each in node.names:
-                path = f"{node.module}.{each.name}"
-                name = each.asname or each.name
-                is_name = each.name in (_names(_file(node.module)) or ())
-                if _file(path) is None or is_name or found.setdefault(name, path) != path:
-                    other.add(name)
-        elif isinstance(node, ast.Import):
-            for each in node.names:
-                if each.asname is not None and _file(each.name) is not None:
-                    found[each.asname] = each.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            other.add(node.id)
-    return {name: path for name, path in found.items() if name not in other}
+        for name, path in _imported(node):
+            module, _, last = path.rpartition(".")
+            is_name = last in (_names(_file(module)) or ()) and not isinstance(node, ast.Import)
+            found.setdefault(name, set()).add("" if is_name else path)
+        if isinstance(node, ast.arg):
+            found.setdefault(node.arg, set()).add("")
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.comprehension):
+            if not _imported(node):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for name in (x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name)):
+                    found.setdefault(name, set()).add("")
+    paths = {name: next(iter(given)) for name, given in found.items() if len(given) == 1}
+    return {name: path for name, path in paths.items() if path and _file(path) is not None}
 
 
 def missing_attributes(file: Path) -> Iterator[str]:
@@ -107,7 +138,7 @@ def missing_attributes(file: Path) -> Iterator[str]:
         if not isinstance(owner, ast.Name) or owner.id not in modules or name.startswith("__"):
             continue
         path = modules[owner.id]
-        names = _names(_file(path))
+        names = _attributes(path)
         if names is not None and name not in names and _file(f"{path}.{name}") is None:
             yield f"{file.name}:{node.lineno}: {path} has no {name}"
 

@@ -79,9 +79,9 @@ class Tree:
 
 def _use_tile(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the backend use tiles of this many keys."""
-    select_decodes = pytest.importorskip("attnlib.ops.triton.hopper.select_decodes")
+    plan = pytest.importorskip("attnlib.ops.triton.hopper.shared_decode_plan")
     tile = DecodeTile(keys, 3 if keys == 64 else 2, 2)
-    monkeypatch.setattr(select_decodes, "shared_decode_tile", lambda *sizes: tile)
+    monkeypatch.setattr(plan, "shared_decode_tile", lambda *sizes: tile)
     LAUNCHES.clear()
 
 
