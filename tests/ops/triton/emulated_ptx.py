@@ -23,23 +23,25 @@ def _integer(name: str, x: list[int]) -> int:
     if name == "prmt.b32":
         pool = x[0].to_bytes(4, "little") + x[1].to_bytes(4, "little")
         selected = [x[2] >> (4 * n) & 15 for n in range(4)]
-        return int.from_bytes(bytes(pool[n] for n in selected), "little")  # bit 3 asks for signs
+        signs = bytes(255 * (byte >> 7) for byte in pool)  # for which bit 3 asks
+        return int.from_bytes(bytes((pool + signs)[n] for n in selected), "little")
     if name == "lop3.b32":
         found = {0xEA: (x[0] & x[1]) | x[2], 0xF8: x[0] | (x[1] & x[2]), 0x6A: (x[0] & x[1]) ^ x[2]}
-        return {**found, 0x28: (x[0] ^ x[1]) & x[2]}[x[3]]
+        found |= {0x28: (x[0] ^ x[1]) & x[2], 0xD8: (x[0] & ~x[2]) | (x[1] & x[2])}
+        return found[x[3]]
     if name == "shr.u32":
         return x[0] >> x[1]
     if name in ("shl.b32", "mul.lo.u32"):
         return (x[0] << x[1] if name == "shl.b32" else x[0] * x[1]) & 0xFFFFFFFF
     if name == "and.b32":
         return x[0] & x[1]
-    assert name in ("mov.b32", "mov.u32", "xor.b32"), name
-    return x[0] ^ x[1] if name == "xor.b32" else x[0]
+    assert name in ("mov.b32", "xor.b32"), name
+    return x[0] if name == "mov.b32" else x[0] ^ x[1]
 
 
 def emulate(code: str, word: int) -> list[int]:
     """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
-    registers = {"$4" if "$3" in code else "$2": word, "%lanemask_lt": 0x7FFFFFFF}
+    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
     outputs: dict[int, int] = {}
     for text in code[1:-1].split(";"):
         name, _, rest = text.strip().partition(" ")

@@ -173,7 +173,6 @@ def _config(
         V_SIGNS=signs[1],
         SPARE_STAGES=tile.spare,
         HALF_ROWS=any(signs) and 2 * sizes.rows <= columns,
-        OUTPUT_WARP=query_warp and bool(signs[1]) and 2 * sizes.rows <= columns,
     )
 
 

@@ -20,10 +20,9 @@ __all__ = ["is_looked_up", "number_ptx"]
 
 _FIRST = 2.0**15
 """First factor of floats whose largest number is out of reach of one."""
-_HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, z, w, l, m; "
-_ZERO = "mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; "
-"""Writes 0 to z. No lane has bit 31 of this mask, which ptxas does not know: numbers that are made
-with z stay in registers, and others are copied from uniform registers for each `prmt`."""
+_HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
+_HALVES = ((0x07070707, 0x110), (0x70707070, 0x11))
+"""Masks of the codes of every second part of two words, and what makes them neighbors."""
 
 
 def is_looked_up(number: Number | None, bits: int) -> bool:
@@ -101,27 +100,25 @@ def _line4(flip: int, step: float, first: float) -> str:
 
 def _lookup4(table: Sequence[float]) -> str:
     """A number of 16: `prmt` finds the bytes of four numbers of eight by 3 bits of their codes, and
-    chooses between two such results by the last bits."""
-    code = _ZERO + "and.b32 s, $4, 0x77777777; "
-    code += "shr.u32 h, $4, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA; "
-    for word in (("a", "b"), ("c", "d")):
-        for byte, target in ((0, "l"), (1, "m")):
-            parts = list(_bytes_of(table, byte))
-            for half, register in enumerate("xy"):
-                low, high = parts[2 * half : 2 * half + 2]
-                code += _found(register, low, high)
-            code += f"prmt.b32 {target}, x, y, h; "
-        for register, selector in zip(word, ("0x5140", "0x7362"), strict=True):
-            code += f"prmt.b32 {register}, l, m, {selector}; "
-        code += "shr.u32 s, s, 16; shr.u32 h, h, 16; " if word[0] == "a" else ""
-    for part, (first, second) in enumerate((("a", "c"), ("a", "c"), ("b", "d"), ("b", "d"))):
-        code += f"prmt.b32 ${part}, {first}, {second}, {('0x5410', '0x7632')[part % 2]}; "
+    the last bits choose between two such results. Codes are brought together as in `_signed4`."""
+    code = "shl.b32 x, $4, 4; "
+    for part, (mask, factor) in enumerate(_HALVES):
+        code += f"and.b32 s, $4, {mask:#010x}; mul.lo.u32 s, s, {factor:#x}; "
+        code += "prmt.b32 s, s, s, 0x0031; "
+        # 8 and more select the sign of a byte, eight times.
+        word = "$4" if part else "x"
+        code += f"prmt.b32 h, {word}, {word}, 0xBA98; "
+        for byte, target in enumerate("lm"):
+            low, high, *others = _bytes_of(table, byte)
+            code += f"prmt.b32 a, {low}, {high}, s; prmt.b32 b, {', '.join(others)}, s; "
+            code += f"lop3.b32 {target}, a, b, h, 0xD8; "  # h ? b : a
+        code += _numbers_of_bytes(part)
     return code
 
 
-def _found(target: str, low: str, high: str) -> str:
-    """The bytes of four numbers of eight that the 3-bit codes in s name."""
-    return f"xor.b32 w, z, {low}; prmt.b32 {target}, w, {high}, s; "
+def _numbers_of_bytes(part: int) -> str:
+    """The numbers of two parts, of low bytes in l and high bytes in m."""
+    return f"prmt.b32 ${part}, l, m, 0x6240; prmt.b32 ${part + 2}, l, m, 0x7351; "
 
 
 def _bytes_of(numbers: Sequence[float], byte: int) -> Iterator[str]:
@@ -150,15 +147,15 @@ def _signed4(numbers: Sequence[float], mirrored: bool) -> str:
     """Eight numbers, and their negatives, whose codes have the first bit: n + 8 for that of code n,
     or 15 - n if `mirrored`. Products, which other units compute than `prmt`, bring the codes of
     every second part together."""
-    code = _ZERO + (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
-    for part, (mask, factor) in enumerate(((0x07070707, 0x110), (0x70707070, 0x11))):
+    code = (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
+    for part, (mask, factor) in enumerate(_HALVES):
         code += _codes("$4", mask, mirrored)
         code += f"mul.lo.u32 s, s, {factor:#x}; prmt.b32 s, s, s, 0x0031; "
         for byte, target in enumerate("lm"):
-            code += _found(target, *_bytes_of(numbers, byte))
+            code += f"prmt.b32 {target}, {', '.join(_bytes_of(numbers, byte))}, s; "
         # lop3 0x6A is (signs & mask) ^ m.
         code += f"lop3.b32 m, {'$4' if part else 'x'}, 0x80808080, m, 0x6A; "
-        code += f"prmt.b32 ${part}, l, m, 0x6240; prmt.b32 ${part + 2}, l, m, 0x7351; "
+        code += _numbers_of_bytes(part)
     return code
 
 

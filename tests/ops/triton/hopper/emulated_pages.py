@@ -111,7 +111,7 @@ CASES |= {
     )
 }  # fmt: skip
 CASES |= {
-    f"rotated int8, a warp for outputs, {name}": {
+    f"rotated int8, a warp for queries, {name}": {
         "keys": INT8, "values": None, "rotation": "hadamard@3", "tile": DecodeTile(64, 3, 2),
         **options,
     }

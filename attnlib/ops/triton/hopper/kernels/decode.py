@@ -13,8 +13,7 @@ Work distribution (stream-K, Osama et al. 2023):
   that loads values, or four of each where they gather the rows of small blocks. The loaders run
   ahead over the borders of splits, so that memory stays busy when a new request begins.
 - Over quantized caches there may be two such workers, each with ranges of its own. With tiles of 64
-  keys, a worker has one warp that loads keys and values and one that prepares queries, and rotates
-  outputs back where the kernel does (P15).
+  keys, a worker has one warp that loads keys and values and one that prepares queries.
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
 delivered their bytes, or the copies of all gathering threads are complete; `empty` counts one
@@ -138,9 +137,8 @@ def hopper_decode_kernel(
     else:
         worker1 = allocate_worker(CACHE, k_scale, v_scale, caches, CONFIG)
         if CONFIG.QUERY_WARP:
-            OUT: gl.constexpr = out.dtype.element_ty
-            worker0 = worker0.with_query_barriers(OUT, CONFIG)
-            worker1 = worker1.with_query_barriers(OUT, CONFIG)
+            worker0 = worker0.with_query_barriers()
+            worker1 = worker1.with_query_barriers()
         # Registers per thread of the second consumer, and of the loader warps.
         SECOND_REGISTERS: gl.constexpr = 200 if CONFIG.QUERY_WARP else 216
         REGISTERS: gl.constexpr = 80 if CONFIG.QUERY_WARP else 48

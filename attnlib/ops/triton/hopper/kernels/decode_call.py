@@ -71,8 +71,6 @@ class DecodeConfig(NamedTuple):
             `KVRotation` as `rotation` reads them; else 0.
         SPARE_STAGES: `DecodeTile.spare`.
         HALF_ROWS: the kernel rotates, and requests have query rows in the first 4 of 8 ROWS only.
-        OUTPUT_WARP: with HALF_ROWS, the warp for queries rotates outputs of requests with one split
-            back. Registers for more rows would spill.
     """
 
     NUM_KV_HEADS: int
@@ -108,7 +106,6 @@ class DecodeConfig(NamedTuple):
     V_SIGNS: int = 0
     SPARE_STAGES: int = 0
     HALF_ROWS: bool = False
-    OUTPUT_WARP: bool = False
 
 
 @aggregate

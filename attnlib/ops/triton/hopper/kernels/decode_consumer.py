@@ -124,7 +124,6 @@ def consumer(call, worker, WORKER: gl.constexpr):
     before = share.range.before
     step = 0
     number = 0
-    sent = 0
     while position < share.range.end:
         tiles = keys.count(request, True)
         request_end = before + tiles
@@ -141,11 +140,7 @@ def consumer(call, worker, WORKER: gl.constexpr):
             step += count
             if config.QUERY_WARP:
                 number += 1
-            finish_split(
-                call, worker, share, split, sums, value_scale, position, before, tiles, sent
-            )
-            if config.OUTPUT_WARP:
-                sent += (count == tiles).to(gl.int32)
+            finish_split(call, worker, share, split, sums, value_scale, position, before, tiles)
             position += count
         if position >= request_end:
             before = request_end + gl.where(tiles > 0, share.gap, 0)

@@ -10,7 +10,6 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
-from attnlib.ops.triton.hopper.kernels.decode_output import store_outputs
 from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
 from attnlib.ops.triton.hopper.kernels.decode_worker import elements_per_word
 from attnlib.ops.triton.hopper.kernels.gather import RequestRows
@@ -164,14 +163,23 @@ def _load_split(
 
 
 @gluon.jit
-def _load_tiles(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
-    """`loader` of keys, values or both."""
-    KEYS: gl.constexpr = LOADS != "values"
-    VALUES: gl.constexpr = LOADS != "keys"
+def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
+    """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
+    that hold them, "values", "keys and values" or "queries". One warp; 4 where rows are gathered.
+
+    Args:
+        call: `DecodeCall`.
+        worker: `Worker`, number WORKER of the CTA.
+    """
+    config: gl.constexpr = call.config
+    KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
+    VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
     keys = call.keys
     # PDL: the previous kernel may have written the cache, the lengths or the block table.
     wait_on_dependent_grids()
     share = worker_share(keys, WORKER, call.config)
+    if LOADS == "queries":
+        key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
     position = share.range.begin
     request = share.range.request
     before = share.range.before
@@ -183,68 +191,17 @@ def _load_tiles(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
         if position < request_end:
             start, query_len, seq_len = keys.batch.lengths(request, True)
             count = gl.minimum(share.range.end, request_end) - position
-            visited = keys.visited(0, query_len, seq_len, request)
-            split = Split(request, start, query_len, seq_len, share.kv_head, None, count, visited)
-            step = _load_split(call, worker, split, position, before, step, KEYS, VALUES)
+            if LOADS == "queries":
+                split = Split(request, start, query_len, seq_len, share.kv_head, 0, count, None)
+                send_queries(call.queries, worker, split, step, key_scale, call.config)
+                step += 1
+            else:
+                visited = keys.visited(0, query_len, seq_len, request)
+                split = Split(
+                    request, start, query_len, seq_len, share.kv_head, None, count, visited
+                )
+                step = _load_split(call, worker, split, position, before, step, KEYS, VALUES)
             position += count
         before = request_end + gl.where(tiles > 0, share.gap, 0)
         position = gl.maximum(position, before)
         request += 1
-
-
-@gluon.jit
-def _load_queries(call, worker, WORKER: gl.constexpr):
-    """`loader` of queries; with OUTPUT_WARP it stores outputs after the queries of a next split."""
-    config: gl.constexpr = call.config
-    keys = call.keys
-    # PDL: the previous kernel may have written the queries or the lengths, or read the outputs.
-    wait_on_dependent_grids()
-    share = worker_share(keys, WORKER, call.config)
-    key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
-    position = share.range.begin
-    request = share.range.request
-    before = share.range.before
-    number = 0
-    last_start = 0  # of the split whose outputs come next
-    last_len = 0
-    received = 0
-    while (position < share.range.end) | (last_len > 0):
-        inside = True
-        if config.OUTPUT_WARP:
-            inside = position < share.range.end
-        tiles = keys.count(request, inside)
-        request_end = before + tiles
-        count = 0
-        start = 0
-        query_len = 0
-        # Requests without queries have no tiles and are skipped.
-        if position < request_end:
-            start, query_len, seq_len = keys.batch.lengths(request, True)
-            count = gl.minimum(share.range.end, request_end) - position
-            split = Split(request, start, query_len, seq_len, share.kv_head, 0, count, None)
-            send_queries(call.queries, worker, split, number, key_scale, call.config)
-            number += 1
-            position += count
-        if config.OUTPUT_WARP:
-            last = (last_start, last_len)
-            received += store_outputs(call.outputs, worker, share, last, received, call.config)
-            last_start = start
-            last_len = gl.where(count == tiles, query_len, 0)  # others are combined
-        before = request_end + gl.where(tiles > 0, share.gap, 0)
-        position = gl.maximum(position, before)
-        request += 1
-
-
-@gluon.jit
-def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
-    """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
-    that hold them, "values", "keys and values" or "queries". One warp; 4 where rows are gathered.
-
-    Args:
-        call: `DecodeCall`.
-        worker: `Worker`, number WORKER of the CTA.
-    """
-    if LOADS == "queries":
-        _load_queries(call, worker, WORKER)
-    else:
-        _load_tiles(call, worker, LOADS, WORKER)

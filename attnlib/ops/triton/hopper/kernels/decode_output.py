@@ -2,7 +2,6 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import column_sum
 from attnlib.ops.triton.hopper.kernels.combine import combine_in_cta
@@ -12,7 +11,6 @@ from attnlib.ops.triton.hopper.kernels.decode_products import (
     score_layout,
     value_lanes,
 )
-from attnlib.ops.triton.hopper.kernels.decode_queries import turned_layout
 from attnlib.ops.triton.hopper.kernels.kv_scales import factor_without_keys
 from attnlib.ops.triton.hopper.kernels.ranges import even_begin, even_index
 from attnlib.ops.triton.hopper.kernels.rotation import (
@@ -25,7 +23,7 @@ from attnlib.ops.triton.hopper.kernels.softmax import add_sink
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS, atomic_increment
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["finish_split", "store_outputs"]
+__all__ = ["finish_split"]
 
 _FIRST_COUNTER = gl.constexpr(PREFILL_COUNTERS)
 """Index of the decode's first counter."""
@@ -106,18 +104,7 @@ def _store_rotated(outputs, split, rounded, config):
 
 
 @gluon.jit
-def _send_outputs(worker, rounded, sent, config):
-    """Give outputs [elements, rows], in the order of `value_lanes`, to the warp that rotates them
-    back, once it has read those before."""
-    # The parity is inverted, so that the first outputs do not wait.
-    mbarrier.wait(worker.output_barriers.index(1), (sent & 1) ^ 1)
-    worker.out_tile.store(gl.permute(in_order(rounded, config.V_KIND), (1, 0)))
-    partition_barrier()
-    mbarrier.arrive(worker.output_barriers.index(0), count=1)
-
-
-@gluon.jit
-def finish_split(call, worker, share, split, sums, value_scale, position, before, tiles, sent):
+def finish_split(call, worker, share, split, sums, value_scale, position, before, tiles):
     """Write the outputs of a request that has one split, else the partial results of this one; the
     split that ends last combines them, where no other kernel does.
 
@@ -129,7 +116,6 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         sums: its maxima, sums and accumulator.
         value_scale: factor of the values; over quantized caches.
         before: positions of the line before the request, which visits `tiles`.
-        sent: with OUTPUT_WARP, number of splits before this one whose outputs another warp rotates.
     """
     config: gl.constexpr = call.config
     V_KIND: gl.constexpr = config.V_KIND
@@ -183,9 +169,7 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         out = call.outputs.pointer
         offsets = call.outputs.offsets(split.start + token, head)
         rows = out + offsets[None, :] + lanes[:, None]
-        if config.OUTPUT_WARP:
-            _send_outputs(worker, result.to(out.dtype.element_ty), sent, config)
-        elif config.V_SIGNS:
+        if config.V_SIGNS:
             _store_rotated(call.outputs, split, result.to(out.dtype.element_ty), config)
         else:
             gl.store(rows, result.to(out.dtype.element_ty), mask=mask)
@@ -206,41 +190,3 @@ def finish_split(call, worker, share, split, sums, value_scale, position, before
         gl.store(partials.lses + place + row, base2, mask=valid)
         if config.COMBINE_IN_KERNEL:
             _combine(call, share, split, num_splits, first_range, before)
-
-
-@gluon.jit
-def store_outputs(outputs, worker, share, rows, received, config):
-    """Rotate the outputs of a split, which the consumer has stored in shared memory, back and store
-    them. One warp.
-
-    Args:
-        rows: first query row and query tokens of the request; 0 where the consumer gives nothing.
-        received: number of tiles of outputs before this one.
-
-    Returns:
-        1 if there were outputs, else 0.
-    """
-    ROWS: gl.constexpr = config.ROWS // 2
-    WIDTH: gl.constexpr = config.WIDTH_V
-    GROUP: gl.constexpr = config.GROUP
-    DTYPE: gl.constexpr = outputs.pointer.dtype.element_ty
-    LAYOUT: gl.constexpr = turned_layout(WIDTH, 1)
-    LEVELS: gl.constexpr = value_levels(WIDTH, config.DV)
-    start, query_len = rows
-    found = 0
-    if query_len > 0:
-        found = 1
-        mbarrier.wait(worker.output_barriers.index(0), received & 1)
-        x = worker.out_tile.slice(0, ROWS, 0).load(LAYOUT).to(gl.float32)
-        # All lanes have the outputs in registers.
-        partition_barrier()
-        mbarrier.arrive(worker.output_barriers.index(1), count=1)
-        elements = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        x = rotate_rows(x, elements, config.V_SIGNS, config.DV, LEVELS, True, DTYPE)
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        valid = (row < config.TILE_TOKENS * GROUP) & (row // GROUP < query_len)
-        offsets = outputs.offsets(start + row // GROUP, share.kv_head * GROUP + row % GROUP)
-        # As those of queries.
-        pointers = outputs.pointer + ((offsets >> 3) << 3)[:, None] + elements[None, :]
-        gl.store(pointers, x, mask=valid[:, None] & (elements < config.DV)[None, :])
-    return found

@@ -27,7 +27,6 @@ __all__ = [
     "prepare_queries",
     "query_layout",
     "send_queries",
-    "turned_layout",
 ]
 
 _ROWS = gl.constexpr(8)
@@ -42,7 +41,7 @@ def query_layout(width, warps):
 
 
 @gluon.constexpr_function
-def turned_layout(width, warps):
+def _turned_layout(width, warps):
     """Return the layout of 4 rows [4, width] that are rotated: few elements for each thread."""
     if warps == 1:
         return gl.BlockedLayout([1, width // 8], [4, 8], [1, 1], [1, 0])
@@ -157,7 +156,7 @@ def _scaled_queries(
     """`_load_scaled_queries` of ROWS rows. Where 4 of 8 are rotated, the others repeat them, and
     the inverse powers are [ROWS, 1]."""
     if config.HALF_ROWS:
-        LAYOUT: gl.constexpr = turned_layout(WIDTH, WARPS)
+        LAYOUT: gl.constexpr = _turned_layout(WIDTH, WARPS)
         half, powers = _load_scaled_queries(
             queries, split, first_row, WIDTH, ROWS // 2, LAYOUT, config
         )

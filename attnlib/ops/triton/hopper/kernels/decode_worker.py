@@ -34,8 +34,6 @@ class Worker:
         factors: [1, ROWS], factors of the scores, over quantized caches; else None.
         query_barriers: of the queries and factors, [2, 1]: full, by the arrival of the warp that
             prepares them, and empty, by those of the consumer's threads. None without that warp.
-        out_tile: outputs [ROWS, WIDTH_V] that this warp rotates back (P15); else None.
-        output_barriers: of `out_tile`, [2, 1]: full and empty, by one arrival each.
     """
 
     q_tile: Value
@@ -46,25 +44,13 @@ class Worker:
     columns: Value
     factors: Value
     query_barriers: Value
-    out_tile: Value
-    output_barriers: Value
 
     @gluon.jit
-    def with_query_barriers(self, OUT: gl.constexpr, config):
-        """Return this worker with new `query_barriers`, and with a tile of outputs in the dtype OUT
-        where the warp for queries rotates them back."""
+    def with_query_barriers(self):
+        """Return this worker with new `query_barriers`."""
         barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         mbarrier.init(barriers.index(0), count=1)
         mbarrier.init(barriers.index(1), count=128)
-        out_tile = None
-        output_barriers = None
-        if config.OUTPUT_WARP:
-            out_tile = gl.allocate_shared_memory(
-                OUT, [config.ROWS, config.WIDTH_V], gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
-            )
-            output_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            mbarrier.init(output_barriers.index(0), count=1)
-            mbarrier.init(output_barriers.index(1), count=1)
         return Worker(
             self.q_tile,
             self.p_tile,
@@ -74,8 +60,6 @@ class Worker:
             self.columns,
             self.factors,
             barriers,
-            out_tile,
-            output_barriers,
         )
 
     @gluon.jit
@@ -169,8 +153,8 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
             config.V_KIND,
         )
     if config.K_KIND == KV_PLAIN:
-        return Worker(q_tile, p_tile, keys, values, scales, None, None, None, None, None)
+        return Worker(q_tile, p_tile, keys, values, scales, None, None, None)
     else:
         columns = _allocate_columns(4, ROWS)
         factors = _allocate_columns(1, ROWS)
-        return Worker(q_tile, p_tile, keys, values, scales, columns, factors, None, None, None)
+        return Worker(q_tile, p_tile, keys, values, scales, columns, factors, None)
