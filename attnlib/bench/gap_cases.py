@@ -125,6 +125,8 @@ _MIXED = named(
     ("gap-decode-24x10k-64heads", "24q1s10k", {"num_heads": 64, "num_kv_heads": 4}),
 )
 
+_DRAFTS = named(*((f"gap-verify-{count}x600", f"{count}q5s600", {}) for count in (32, 128)))
+
 _INVARIANT = named(
     ("gap-decode-1x500", "q1s500", {}),
     ("gap-prefill-1x4k-d64", "q4k", {"num_heads": 64, "head_size": 64}),
@@ -160,6 +162,7 @@ _PARTS: tuple[_Part, ...] = (
         )
     ),
     _against_peers(_MIXED, 0.98),
+    _against_peers(_DRAFTS, 1.00),
     (_STREAMS, {case.name: Target(share=0.70) for case in _STREAMS}),
     _against_own(_INVARIANT, "invariant", 1.15, batch_invariant=True),
     (_OTHERS, {}),
