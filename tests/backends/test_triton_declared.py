@@ -111,6 +111,24 @@ def test_the_workspace_of_a_mixed_batch_over_latents_serves_both_parts() -> None
     assert needed <= metadata.workspace.nbytes <= held == builder.workspace_bytes
 
 
+@pytest.mark.parametrize(("prefill", "ctas"), [((1024, 1024), 88), ((1024, 4096), 48)])
+def test_a_decode_beside_a_prompt_keeps_its_multiprocessors(
+    prefill: tuple[int, int], ctas: int
+) -> None:
+    """16 verifications over 4k keys: the keys of the prefill count, not the longest ones."""
+    spec = AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, block_size=16
+    )
+    lengths = [*([4] * 16), prefill[0]], [*([4096] * 16), prefill[1]]
+    with limits_of_cpu(H100):
+        builder = TritonBackend.make_builder(spec, "cpu")
+        table = torch.zeros(17, 256).int()
+        metadata = builder.build(
+            0, CommonAttentionMetadata.from_lengths(*lengths, table, 16, "cpu")
+        )
+        assert metadata.concurrent_schedule.max_ctas == ctas
+
+
 def test_composites_warm_up_the_batches_of_both() -> None:
     spec = AttentionSpec(**BASE)
     limits = BatchLimits(max_num_reqs=2, max_num_tokens=64, max_seq_len=50_000)

@@ -225,7 +225,7 @@ COPIES = (
 def test_prefills_of_long_prompts_over_copies(changes: dict[str, Any], copies: bool) -> None:
     prefill = _lines(**changes)[0]
     if changes.get("block_size") == 24:
-        assert prefill.endswith(f"); from 64 query tokens{OVER_COPIES}"), prefill
+        assert prefill.endswith(f"); from 256 query tokens{OVER_COPIES}"), prefill
         return
     least = COPIED_TOKENS if "block_size" in changes else SCALED_TOKENS
     assert prefill.endswith(f"; from {least} query tokens{OVER_COPIES}" if copies else "")

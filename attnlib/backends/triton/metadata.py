@@ -68,8 +68,10 @@ class TritonMetadata(PagedMetadata):
         )
         if not (self.num_decodes and self.num_prefills and uses_hopper):
             return None
-        causal = self.causal is True
-        shape, bounds = scheduler.shape, (self.max_query_len, self.max_seq_len)
+        causal, lens = self.causal is True, self.seq_lens_cpu
+        # Decodes are often over longer sequences than new prompts.
+        longest = self.max_seq_len if lens is None else int(lens[self.num_decodes :].max())
+        shape, bounds = scheduler.shape, (self.max_query_len, longest)
         ctas = concurrent_ctas(
             shape,
             scheduler.limits,

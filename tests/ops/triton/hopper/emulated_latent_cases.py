@@ -109,6 +109,9 @@ CASES: dict[str, dict[str, Any]] = {
     "128 heads, prefills, packed, more blocks than multiprocessors, converted": {
         "batch": "q3s300_q1s65", "heads": 128, "packed": True, "ctas": 2, "tile": CONVERTED,
     },
+    "64 heads, 2 tokens, ranges of one pair": {
+        "batch": "q2s300_q2s5", "heads": 64, "ctas": 16, "sinks": True,
+    },
     "96 heads, 2 tokens, sinks": {"batch": "q2s200_q1s70", "heads": 96, "sinks": True, "ctas": 4},
     "32 heads": {
         "batch": "2q1s300_q1s65", "heads": 32, "tile": COLUMNS_32,

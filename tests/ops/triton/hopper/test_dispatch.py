@@ -201,9 +201,9 @@ def test_keys_of_long_prompts_are_copied_once() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 8, 24, 544])
 def test_float8_in_other_blocks_is_copied_or_left_to_the_portable_kernel(block_size: int) -> None:
-    found = _long_prefill(n=block_size, tokens=64, heads=8, k_scale=torch.ones(8))
+    found = _long_prefill(n=block_size, tokens=256, heads=8, k_scale=torch.ones(8))
     assert isinstance(found, ConvertedPrefill) and found.prefill.scales == (K_SCALE, None)
-    assert _long_prefill(n=block_size, tokens=63) is None
+    assert _long_prefill(n=block_size, tokens=255) is None
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,22 @@ def _add(a, b):
 
 
 @gluon.jit
-def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr):
+def _range_length(total, longest, num_reqs, num_ranges, LEAST: gl.constexpr, FEW: gl.constexpr = 0):
     """Return the tiles of a range.
 
     With LEAST, ranges have at least that many tiles, or up to twice as many if requests have more
-    than 128 splits otherwise. Where all requests have the same tiles (`longest`) and ranges become
+    than 128 splits otherwise. Up to FEW tiles of all requests that fill at most half of the ranges
+    have one each. Where all requests have the same tiles (`longest`) and ranges become
     at most 1/16 longer, they hold whole requests or equal parts of one: no range then has splits of
     two requests. For kernels whose partial results cost much.
     """
     length = (total + num_ranges - 1) // num_ranges
     if LEAST > 0:
         few_splits = gl.minimum((longest + 127) // 128, 2 * LEAST)
-        length = gl.maximum(length, gl.maximum(few_splits, LEAST))
+        least = gl.maximum(few_splits, LEAST)
+        if FEW > 0:
+            least = gl.where((total <= FEW) & (2 * total <= num_ranges), 1, least)
+        length = gl.maximum(length, least)
         if (num_reqs > 1) & (total > 0) & (total == longest * num_reqs):
             aligned = length
             if longest < length:
@@ -87,17 +91,26 @@ def even_index(position, total, num_ranges, num_reqs):
 
 @gluon.jit
 def _range_begin(
-    index, total, longest, num_reqs, num_ranges, LEAST: gl.constexpr, EVEN: gl.constexpr
+    index,
+    total,
+    longest,
+    num_reqs,
+    num_ranges,
+    LEAST: gl.constexpr,
+    EVEN: gl.constexpr,
+    FEW: gl.constexpr,
 ):
     """Return where the range with a number begins."""
     if EVEN:
         return even_begin(index, total, num_ranges, num_reqs)
     else:
-        return index * _range_length(total, longest, num_reqs, num_ranges, LEAST)
+        return index * _range_length(total, longest, num_reqs, num_ranges, LEAST, FEW)
 
 
 @gluon.jit
-def _first_request(keys, index, num_ranges, gap, LEAST: gl.constexpr, EVEN: gl.constexpr):
+def _first_request(
+    keys, index, num_ranges, gap, LEAST: gl.constexpr, EVEN: gl.constexpr, FEW: gl.constexpr = 0
+):
     """Return (positions of the line, most tiles of a request, first request of a range, positions
     before that request).
 
@@ -127,7 +140,7 @@ def _first_request(keys, index, num_ranges, gap, LEAST: gl.constexpr, EVEN: gl.c
         total = gl.max(ends, 0)
         if LEAST > 0:
             longest = gl.max(tiles, 0)
-        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
+        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN, FEW)
         past = (ends <= begin) & (lanes < num_reqs)
         request = gl.sum(past.to(gl.int32), 0)
         before = gl.max(gl.where(past, ends, 0), 0)
@@ -140,7 +153,7 @@ def _first_request(keys, index, num_ranges, gap, LEAST: gl.constexpr, EVEN: gl.c
             total += gl.sum(tiles, 0)
             if LEAST > 0:
                 longest = gl.maximum(longest, gl.max(tiles, 0))
-        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN)
+        begin = _range_begin(index, total, longest, num_reqs, num_ranges, LEAST, EVEN, FEW)
         seen = 0
         for base in range(0, num_reqs, LANES):
             lanes = base + gl.arange(0, LANES, layout)
@@ -175,16 +188,18 @@ class TileRange:
 
 
 @gluon.jit
-def worker_range(keys, index, num_ranges, gap=0, LEAST: gl.constexpr = 0):
+def worker_range(keys, index, num_ranges, gap=0, LEAST: gl.constexpr = 0, FEW: gl.constexpr = 0):
     """Return the `TileRange` of a worker, of which all but the last have the same length.
 
     Args:
         keys: `KeyTiles` of the batch.
         gap: empty positions of the line after the tiles of a request.
-        LEAST: see `_range_length`.
+        LEAST, FEW: see `_range_length`.
     """
-    total, longest, request, before = _first_request(keys, index, num_ranges, gap, LEAST, False)
-    length = _range_length(total, longest, keys.batch.num_reqs, num_ranges, LEAST)
+    total, longest, request, before = _first_request(
+        keys, index, num_ranges, gap, LEAST, False, FEW
+    )
+    length = _range_length(total, longest, keys.batch.num_reqs, num_ranges, LEAST, FEW)
     begin = index * length
     return TileRange(begin, gl.minimum(begin + length, total), length, None, request, before)
 
