@@ -366,7 +366,9 @@ def measurement_of(name: str, few_layers: bool, label: str, implementation: str)
     transformers.logging.set_verbosity_error()
     model, row = build_model(name, few_layers), ROWS[label]
     batch = build_batch(row)
-    return Measurement(Stopwatch(model, lambda: run_generate(model, implementation, row, batch)))
+    made = Measurement(Stopwatch(model, lambda: run_generate(model, implementation, row, batch)))
+    torch.cuda.empty_cache()  # what compilation took: other processes wait for memory
+    return made
 
 
 class CompiledRow:
