@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -116,6 +117,39 @@ def test_copied_decodes(name: str, tile: tuple[int, int], monkeypatch: pytest.Mo
             expected = type(expected)(None, expected.out[rows])
             assert largest_error(got, expected) < ERRORS[torch.bfloat16] / 2
     config.state_config.cache_clear()
+
+
+@pytest.mark.parametrize("drafts", [3, 7])
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2"])
+def test_copied_drafts(name: str, drafts: int) -> None:
+    """T10: steps of up to D + 1 tokens whose states go through shared memory, over ends of chunks
+    and forks, beside longer ones."""
+    spec = LAYERS[name].replace(
+        max_rollback=drafts, batch_invariant=False, conv_channels=0, conv_width=0
+    )
+    requests = [draw_tokens(spec, count, count) for count in (90, 57, 71)]
+    runner, rng = operations(spec, 8), random.Random(drafts)
+    servers = [Server(spec, runner, requests, [5, 2, 7], extra_rows=2)]
+    servers[0].serve_all(rng) if drafts == 7 else servers[0].step([Part(0, 13), Part(2, 5)])
+    for slots in ([0, 4, 6], [5, 2, 7]) if drafts == 3 else ():
+        server, source = Server(spec, runner, requests, slots, extra_rows=2), servers[-1]
+        server.done, sources = list(source.done), [-1, *source.slots]
+        for _ in range(11):
+            parts = [Part(-1, 2)]
+            for request in range(3):
+                stay = min(rng.randint(1, 4), server.left(request))
+                parts.append(Part(request, stay, rng.randint(0, 4 - stay) if stay else 0))
+            server.step(parts, sources)
+            sources = None
+        servers.append(server)
+    for one in servers:
+        for place, request in enumerate(requests):
+            if one.outputs[place]:
+                got, expected = one.result(place), wanted(spec, draw_layer(spec), request)
+                assert got.out is not None and expected.out is not None
+                rows = slice(one.done[place] - len(got.out), one.done[place])
+                expected = type(expected)(None, expected.out[rows])
+                assert largest_error(got, expected) < ERRORS[torch.bfloat16] / 2
 
 
 def test_a_graph_serves_every_length() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -113,15 +112,15 @@ class _Served(NamedTuple):
 
 def _steps(target: BackendUnderTest, spec: StateSpec, given: FusedInputs) -> Iterator[_Served]:
     """A request in a prefill, decodes, drafts that are taken back, and other slots, beside padding
-    with NaN."""
+    with NaN. The last fork ends a chunk that its source could have continued in."""
     layer, form = LayerUnderTest(target, spec, used=False), given.form
     named: dict[str, Any] = {
         name: x.to(target.device) for name, x in vars(form).items() if torch.is_tensor(x)
     }
-    moved, done, slot, rng = replace(form, **named), 0, 2, random.Random(target.seed)
-    for stay, drafts in ((13, 1), (1, 3), (1, 0), (2, 2), (3, 1), (1, 3)):
-        end, drafts, source = done + stay, min(drafts, spec.max_rollback), slot
-        slot = rng.choice((1, 2))
+    moved, done, source = replace(form, **named), 0, 2
+    steps = ((13, 1, 2), (1, 3, 1), (1, 0, 1), (2, 0, 1), (3, 1, 2), (1, 3, 2), (4, 0, 1))
+    for stay, drafts, slot in steps:
+        end, drafts = done + stay, min(drafts, spec.max_rollback)
         step = Step([1, stay + drafts], [1, end + drafts], [-1, slot], [-1, source])
         rows = torch.arange(done - 1, end + drafts + 1).clamp(0, 29)
         x, a, b, z = (None if t is None else t[rows].to(target.device) for t in given[:4])
@@ -131,7 +130,7 @@ def _steps(target: BackendUnderTest, spec: StateSpec, given: FusedInputs) -> Ite
         layer.layer.step(x, (a, b), z, moved, layer.cache, layer.metadata(step), output=got)
         what = f"a step of {stay + drafts} tokens from {done}"
         yield _Served(layer, FusedInputs(x, a, b, z, moved), step, got, slice(done, end), what)
-        done = end
+        done, source = end, slot
 
 
 def _values(target: BackendUnderTest, spec: StateSpec) -> str:
@@ -173,7 +172,9 @@ def _cases(target: BackendUnderTest, body: Body) -> Iterator[CheckCase]:
     # Decodes without drafts, invariant layers and large heads may have kernels of their own.
     given: list[tuple[str, int, dict[str, Any]]]
     given = [("", 0, {}), ("-invariant", 0, invariant), ("-large", 0, large)]
-    given += [("-drafts", most, {}), ("-invariant-drafts", most, invariant)] if most else []
+    if most:
+        given += [("-drafts", most, {}), ("-large-drafts", most, large)]
+        given += [("-invariant-drafts", most, invariant)]
     for ending, rollback, changes in given:
         for each in over_kinds(target, body, names=names, rollback=rollback, **changes):
             spec = each.state_spec

@@ -109,4 +109,4 @@ def test_fused_steps_pass_their_check(monkeypatch: pytest.MonkeyPatch, fills_chi
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = run_conformance(TritonBackend, device=device, quick=True, only="ST15,ST17")
-    assert report.passed and len(report.results) == 30, str(report)
+    assert report.passed and len(report.results) == 36, str(report)
