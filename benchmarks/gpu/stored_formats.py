@@ -8,7 +8,7 @@
   the built-in format of the same bits. The open formats have one float32 scale per head of a token:
   `8` and `4` are integers, `levels4` has 8 numbers of unequal steps and their negatives, `table4`
   any 16 numbers, `squares8` signed squares, `e3m4` floats with 3 bits of exponent, and `cubes8`
-  signed cubes, for which the kernel calls the function of the format for each element.
+  signed cubes, which the kernel looks up in shared memory.
 
 Times are those of CUDA graphs on cold caches, in turn; `ratio` is that of the first to the second.
 """
