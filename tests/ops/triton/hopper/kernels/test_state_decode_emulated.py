@@ -45,7 +45,7 @@ def test_emulated_drafts() -> None:
     """T10: steps of up to four tokens, some of which are taken back, and forks of them."""
     for result in compile_in_process("tests.ops.triton.hopper.emulated_states", "--drafts"):
         assert max(result["errors"]) < LIMIT and result["keeps"], result
-        assert result["launches"] == result["all"] > 10, result
+        assert result["launches"] == result["all"] >= 10, result
 
 
 @pytest.mark.slow
