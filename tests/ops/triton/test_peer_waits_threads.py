@@ -1,0 +1,48 @@
+"""X6: threads that wait for words of another rank go on together."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ops.triton.cross_compile import compile_in_process
+
+FOLDER = Path(__file__).parents[3] / "attnlib" / "ops" / "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_warps_leave_a_wait_together(target: str) -> None:
+    """A merge whose warps left one by one gave wrong results under load."""
+    kernels = compile_in_process("tests.ops.triton.waiting_threads", target)
+    assert [each["warps"] for each in kernels if "merge" in each["kernel"]] == [4, 2, 2]
+    for kernel in kernels:
+        assert kernel["loops"], kernel
+        assert kernel["warps"] == 1 or not kernel["branches"], kernel
+
+
+def test_no_other_kernel_waits_for_memory() -> None:
+    """Another one belongs into `waiting_threads`."""
+    loads = re.compile(r"volatile=True|ld\.(volatile|acquire|relaxed)")
+    reads = [path.name for path in FOLDER.rglob("*.py") if loads.search(path.read_text())]
+    assert reads == ["peer_words.py"]
+
+
+def test_a_branch_on_a_loaded_word_is_found() -> None:
+    waiting_threads = pytest.importorskip("tests.ops.triton.waiting_threads")
+    loop = """$L_1:
+        @%p1 ld.volatile.global.b64 { %rd1 }, [ %rd2 + 0 ];
+        mov.b64 {_, %r1}, %rd1;
+        shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
+        SHARED
+        setp.ne.b32 %p2, %r3, 0;
+        @%p2 bra $L_1;"""
+    alone, together = "mov.b32 %r3, %r2;", "st.shared.b32 [%r9], %r2; ld.shared.b32 %r3, [%r9];"
+    divergent = waiting_threads.divergent_branches
+    assert divergent(loop.replace("SHARED", alone)) == ["@%p2 bra $L_1;"]
+    lines = loop.replace("SHARED", together).replace("; ld", ";\nld")
+    assert divergent(lines) == []

@@ -1,0 +1,85 @@
+"""Branches of the loops of exchanges by memory that threads could take one by one.
+
+    python -m tests.ops.triton.waiting_threads sm_90
+
+prints a JSON line for each kernel of several warps. Needs a process that does not interpret Triton.
+A word of another rank may arrive between the loads of two warps. If they then leave a loop one by
+one, they meet at different barriers, and values in shared memory are mixed. A branch may depend on
+such a word only through shared memory, from which all threads read the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+
+import torch
+
+from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.triton.peer_words import merge_words, share_words
+from tests.ops.triton.cross_compile import stub_target
+
+__all__ = ["divergent_branches"]
+
+_BRANCH = re.compile(r"@!?(%p\d+) bra\s+(\$\w+);")
+_REGISTER = re.compile(r"%[a-z]+\d+")
+
+
+def divergent_branches(ptx: str) -> list[str]:
+    """The conditional branches in loops that depend on a volatile load past shared memory."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    places = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$L")}
+    made_from: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+    loops = []
+    for at, line in enumerate(lines):
+        if jump := re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line):
+            if places[jump[1]] < at:
+                loops.append(range(places[jump[1]], at + 1))
+            continue
+        operation = re.sub(r"^@!?%p\d+\s+", "", line)
+        target, _, sources = operation.partition("}" if "{" in operation.split(",")[0] else ",")
+        name = target.split(None, 1)[0] if target else ""
+        for register in _REGISTER.findall(target):
+            made_from[register].append((name, _REGISTER.findall(sources)))
+    within = sorted({at for loop in loops for at in loop})
+    found = [(lines[at], jump[1]) for at in within if (jump := _BRANCH.search(lines[at]))]
+    return [line for line, predicate in found if _reads_words(predicate, made_from)]
+
+
+def _reads_words(predicate: str, made_from: dict[str, list[tuple[str, list[str]]]]) -> bool:
+    known, left = {predicate}, [predicate]
+    while left:
+        for name, sources in made_from[left.pop()]:
+            if name.startswith("ld.volatile"):
+                return True
+            if not name.startswith(("ld.", "atom.")):
+                left += set(sources) - known
+                known |= set(sources)
+    return False
+
+
+def main(target: str) -> None:
+    """Merges of heads of 512 elements and in float32, by 2 and 4 ranks."""
+    cases = ((4, torch.bfloat16, 512), (2, torch.bfloat16, 512), (4, torch.float32, 128))
+    for world, dtype, size in cases:
+        num_bytes = PeerBuffers.num_bytes()
+        buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(world)]
+        peers = PeerBuffers.of(buffers, 0)
+        partial, lse = torch.empty(2, 2 * world, size, dtype=dtype), torch.empty(2, 2 * world)
+        states = partial, lse, partial[:, :2].contiguous(), lse[:, :2].contiguous()
+        with stub_target(target) as launches:
+            share_words(partial[:, :2].reshape(4, -1), peers)
+            merge_words(*states, peers, num_kv_heads=1, sinks=None)
+            for kernel in (launch.kernel for launch in launches):
+                found = divergent_branches(kernel.asm["ptx"])
+                row = {
+                    "warps": kernel.metadata.num_warps,
+                    "loops": "ld.volatile" in kernel.asm["ptx"],
+                }
+                print(json.dumps({"kernel": kernel.metadata.name, **row, "branches": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
