@@ -9,7 +9,6 @@ Kernels look 256 others up in shared memory, and call functions of more bits for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,7 +31,6 @@ def is_looked_up(number: Number | None, bits: int) -> bool:
     return number_ptx(number, bits) is None
 
 
-@functools.lru_cache(maxsize=64)
 def number_ptx(number: Number, bits: int) -> str | None:
     """PTX code that converts two words, the last operand, to pairs of float16, the others, as that
     of `unpack_ptx`; None where the function is no such table.
