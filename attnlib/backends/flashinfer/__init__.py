@@ -14,18 +14,15 @@ from typing import Any
 
 import torch
 
-from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flashinfer.probe import find_api
-from attnlib.backends.flashinfer.toolchain import toolchain_problems
+from attnlib.backends.flashinfer.toolchain import unavailable_reasons
 from attnlib.capabilities import Capabilities, Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
 
 __all__ = ["FlashInferBackend"]
-
-_DISTRIBUTIONS = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
 
 
 class FlashInferBackend(AttentionBackend):
@@ -96,15 +93,8 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Why FlashInfer cannot be used: import, interface, or no way to obtain its kernels."""
-        if not is_installed("flashinfer"):
-            return ["flashinfer is not installed: pip install flashinfer-python"]
-        if device.type != "cuda":
-            return []  # validate_configuration reports the device without importing anything
-        api, problem = find_api(device.capability)
-        if api is None:
-            return [f"{problem} {environment_facts(device, _DISTRIBUTIONS)}"]
-        return toolchain_problems(api.release)
+        """See `unavailable_reasons`."""
+        return unavailable_reasons(device, find_api)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:

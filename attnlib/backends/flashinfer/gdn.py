@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from attnlib.backends._foreign.imports import (
-    environment_facts,
-    import_guarded,
-    is_installed,
-    keywords_of,
-)
+from attnlib.backends._foreign.imports import import_guarded, keywords_of
 from attnlib.backends._foreign.packed_states import (
     PackedBatch,
     PackedStateImpl,
@@ -26,8 +21,8 @@ from attnlib.backends._foreign.packed_states import (
     packed_capabilities,
 )
 from attnlib.backends.base import AttentionBackend, StateImpl
-from attnlib.backends.flashinfer.probe import find_api
-from attnlib.backends.flashinfer.toolchain import toolchain_problems
+from attnlib.backends.flashinfer.probe import FlashInferApi, find_api
+from attnlib.backends.flashinfer.toolchain import unavailable_reasons
 from attnlib.backends.state_impl import StateInputs
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
@@ -64,15 +59,8 @@ class FlashInferGDNBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Why FlashInfer cannot be used: import, interface, or no way to obtain its kernels."""
-        if not is_installed("flashinfer"):
-            return ["flashinfer is not installed: pip install flashinfer-python"]
-        if device.type != "cuda":
-            return []  # the declaration reports the device without importing anything
-        api, problem = find_api(device.capability)
-        if api is None or (problem := _problem()):
-            return [f"{problem} {environment_facts(device, ('flashinfer-python',))}"]
-        return toolchain_problems(api.release)
+        """See `unavailable_reasons`."""
+        return unavailable_reasons(device, _find)
 
 
 def _function() -> Callable[..., Any] | None:
@@ -80,13 +68,16 @@ def _function() -> Callable[..., Any] | None:
     return getattr(module, _NAME, None)
 
 
-def _problem() -> str:
+def _find(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, str]:
+    api, problem = find_api(capability)
     function = _function()
     accepted = () if function is None else keywords_of(function)
     missing = [name for name in _NEEDED if name not in accepted]
-    if not missing:
-        return ""
-    return f"flashinfer's {_NAME} has no {missing[0]}: pip install -U flashinfer-python (0.6.12)"
+    if missing and not problem:
+        problem = (
+            f"flashinfer's {_NAME} has no {missing[0]}: pip install -U flashinfer-python (0.6.12)"
+        )
+    return api, problem
 
 
 class FlashInferGDNImpl(PackedStateImpl):

@@ -7,14 +7,37 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from attnlib.backends._foreign.imports import (
-    package_version,
-)
+from attnlib.backends._foreign.imports import environment_facts, is_installed, package_version
+from attnlib.device import DeviceInfo
 
-__all__ = ["toolchain_problems"]
+__all__ = ["toolchain_problems", "unavailable_reasons"]
+
+_DISTRIBUTIONS = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
+
+
+def unavailable_reasons(
+    device: DeviceInfo, find: Callable[[tuple[int, int] | None], tuple[Any, str]]
+) -> list[str]:
+    """Why FlashInfer cannot be used: import, interface, or no way to obtain its kernels.
+
+    Args:
+        device: where it would run.
+        find: of the compute capability: what is used of FlashInfer, which has its `release`, and
+            why it cannot be used, or "".
+    """
+    if not is_installed("flashinfer"):
+        return ["flashinfer is not installed: pip install flashinfer-python"]
+    if device.type != "cuda":
+        return []  # the declaration reports the device without importing anything
+    found, problem = find(device.capability)
+    if problem:
+        return [f"{problem} {environment_facts(device, _DISTRIBUTIONS)}"]
+    return toolchain_problems(found.release)
 
 
 def toolchain_problems(release: str) -> list[str]:

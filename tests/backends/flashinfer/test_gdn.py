@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attnlib
-from attnlib.backends.flashinfer import gdn
+from attnlib.backends.flashinfer import toolchain
 from attnlib.backends.flashinfer.gdn import FlashInferGDNBackend, FlashInferGDNImpl
 from attnlib.backends.flashinfer.probe import find_api
 from attnlib.backends.state_impl import StateInputs
@@ -141,7 +141,7 @@ def test_fast_decays_and_a_scale_of_zero(scale: float, calls: list[dict[str, Any
 @pytest.mark.parametrize("release", fake_flashinfer.RELEASES)
 def test_availability(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, release)
-    monkeypatch.setattr(gdn, "toolchain_problems", lambda release: [])
+    monkeypatch.setattr(toolchain, "toolchain_problems", lambda release: [])
     assert FlashInferGDNBackend.unavailable(H200) == []
     module: Any = sys.modules["flashinfer.gdn_prefill"]
     module.chunk_gated_delta_rule = lambda q, k, v, g: None

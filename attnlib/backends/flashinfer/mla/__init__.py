@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnlib.backends._foreign.imports import environment_facts, is_installed
 from attnlib.backends._foreign.latents import latent_capabilities, other_layer_reasons
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.flashinfer.mla.wrapper import find_mla_wrapper
-from attnlib.backends.flashinfer.toolchain import toolchain_problems
+from attnlib.backends.flashinfer.toolchain import unavailable_reasons
 from attnlib.capabilities import Sizes
 from attnlib.device import DeviceInfo
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.spec import AttentionSpec
 
 __all__ = ["FlashInferMLABackend"]
-
-_DISTRIBUTIONS = ("flashinfer-python", "flashinfer-jit-cache")
 
 
 class FlashInferMLABackend(AttentionBackend):
@@ -57,15 +54,8 @@ class FlashInferMLABackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls, device: DeviceInfo) -> list[str]:
-        """Why FlashInfer cannot be used: import, interface, or no way to obtain its kernels."""
-        if not is_installed("flashinfer"):
-            return ["flashinfer is not installed: pip install flashinfer-python"]
-        if device.type != "cuda":
-            return []  # validate_configuration reports the device without importing anything
-        wrapper, problem = find_mla_wrapper(device.capability)
-        if wrapper is None:
-            return [f"{problem} {environment_facts(device, _DISTRIBUTIONS)}"]
-        return toolchain_problems(wrapper.release)
+        """See `unavailable_reasons`."""
+        return unavailable_reasons(device, find_mla_wrapper)
 
     @classmethod
     def supports_combination(cls, spec: AttentionSpec, device: DeviceInfo) -> list[str]:
