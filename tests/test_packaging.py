@@ -147,7 +147,8 @@ def test_ci_runs_the_readmes_test_command() -> None:
         "mypy",
         "mkdocs build --strict",
         'pytest -m "slow and not gpu and not hosts"',
-        'python -m pip install --quiet --no-deps --target .ci-triton triton==3.6.0 "numpy<2.4"',
+        "python -m pip install --quiet --no-compile --no-deps --target .ci-triton triton==3.6.0 "
+        '"numpy<2.4"',
         "pytest -m hosts -n 2 --hosts .ci-hosts tests/hosts",
     }
 
