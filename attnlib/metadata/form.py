@@ -175,24 +175,35 @@ def _check_bias(bias: torch.Tensor, tokens: int, columns: int, device: torch.dev
 
 
 def _check_bounds(common: CommonAttentionMetadata) -> None:
-    """Upper bounds that lengths on the host exceed. Kernels would drop the rest."""
+    """Lengths on the host, those of a CPU's batch included, that decrease or exceed their upper
+    bounds. Kernels would drop the rest, or write outside of their memory."""
     if common.num_reqs == 0:
         return
-    starts = common.query_start_loc_cpu
+    starts, lengths = common.query_start_loc_cpu, common.seq_lens_cpu
     if starts is not None:
-        first, end = int(starts[0]), int(starts[-1])
-        if first:
-            raise ContractError(f"query_start_loc begins at {first}; it must be 0", rule="M1")
-        if end > common.num_actual_tokens:
-            raise ContractError(
-                f"query_start_loc ends at {end}, but num_actual_tokens="
-                f"{common.num_actual_tokens}: it must be at least the tokens of the requests",
-                rule="M1",
-            )
-        lengths = starts[1:] - starts[:-1]
-        _check_bound("max_query_len", common.max_query_len, lengths, "the query length")
-    if common.seq_lens_cpu is not None:
-        _check_bound("max_seq_len", common.max_seq_len, common.seq_lens_cpu, "seq_lens")
+        _check_query_lens(common, starts)
+    if lengths is not None:
+        _check_bound("max_seq_len", common.max_seq_len, lengths, "seq_lens")
+    if not common.query_start_loc.is_cpu or torch.compiler.is_compiling():
+        return
+    if common.query_start_loc is not starts:
+        _check_query_lens(common, common.query_start_loc)
+    if common.seq_lens is not lengths:
+        _check_bound("max_seq_len", common.max_seq_len, common.seq_lens, "seq_lens")
+
+
+def _check_query_lens(common: CommonAttentionMetadata, starts: torch.Tensor) -> None:
+    first, end = int(starts[0]), int(starts[-1])
+    if first:
+        raise ContractError(f"query_start_loc begins at {first}; it must be 0", rule="M1")
+    if end > common.num_actual_tokens:
+        raise ContractError(
+            f"query_start_loc ends at {end}, but num_actual_tokens="
+            f"{common.num_actual_tokens}: it must be at least the tokens of the requests",
+            rule="M1",
+        )
+    lengths = starts[1:] - starts[:-1]
+    _check_bound("max_query_len", common.max_query_len, lengths, "the query length")
 
 
 def _check_bound(name: str, bound: int, lengths: torch.Tensor, of: str) -> None:
