@@ -188,7 +188,8 @@ class StateLayer(nn.Module):
             z: `[T, Hv * Dv]`, of the output gate, or None.
             form: the formulas and their tensors.
             cache, metadata: as in `forward`.
-            output: where to write, `[T, Hv * Dv]`, not in `x` or `z`; None allocates.
+            output: where to write, `[T, Hv * Dv]`, not in `x` or `z` unless torch.compile traces
+                the step; None allocates.
 
         Returns:
             `[T, Hv * Dv]`.
@@ -200,14 +201,16 @@ class StateLayer(nn.Module):
             refuse_inputs(x=x, gates=gates)
         decay: Any = self.log_decay if gates[0] is None else gates[0]
         inputs = FusedInputs(x, decay, gates[1], z, form)
-        compiles = torch.compiler.is_compiling()
-        if output is None:
+        made, compiles = output, torch.compiler.is_compiling()
+        if made is None:
             shape = (x.shape[0], self.spec.num_heads * self.spec.value_size)
-            output = torch.empty(shape, dtype=self.spec.dtype, device=x.device)
-        elif not compiles:
-            refuse_in_place(output, x=x, z=z)
-        (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, output)
-        return output
+            made = torch.empty(shape, dtype=self.spec.dtype, device=x.device)
+        elif compiles:
+            made = torch.empty_like(made)  # tracing sees no addresses: `z` may be in the output
+        else:
+            refuse_in_place(made, x=x, z=z)
+        (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, made)
+        return output.copy_(made) if compiles and output is not None else made
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("backend", "layout", "spec") and name in self.__dict__:

@@ -47,8 +47,8 @@ def call_fused_step(
         return
     if VALIDATE_KEY in ENVIRONMENT:
         validate_convolution(cache, metadata)
-        gates = (inputs.a, inputs.b) if form.gates == "given" else None
-        validate_step(layer.spec, gates, cache, metadata)
+        if form.gates == "given":
+            validate_step(layer.spec, (inputs.a, inputs.b), cache, metadata)
     run(layer.impl, inputs, cache, metadata, rows)
 
 
@@ -58,12 +58,15 @@ def separate_step(
     """The step in separate launches. Arguments as of `call_fused_step`, checked."""
     spec, (x, decay, beta, z, form) = layer.spec, inputs
     # torch.compile traces and fuses the operations of torch.
-    parts = StateImpl if torch.compiler.is_compiling() else layer.impl
+    compiles = torch.compiler.is_compiling()
+    parts = StateImpl if compiles else layer.impl
+    if form.gates != "given":
+        decay, beta = parts.state_gates(decay, beta, form)
+    if not compiles and VALIDATE_KEY in ENVIRONMENT:  # before the windows change
+        validate_step(spec, (decay, beta), cache, metadata)
     convolved, sizes = layer.convolve(x, cache, metadata), _channels(spec)
     split = torch.split(convolved, [sizes[name] for name in form.order], 1)
     found: dict[str, Tensor] = dict(zip(form.order, split, strict=True))
-    if form.gates != "given":
-        decay, beta = parts.state_gates(decay, beta, form)
     layer(found["q"], found["k"], found["v"], decay, beta, cache, metadata, output=out)
     if form.norm_size:
         parts.gated_norm(per_head_output(layer, out), z, form)

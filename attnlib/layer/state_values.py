@@ -17,23 +17,19 @@ __all__ = ["validate_convolution", "validate_step"]
 
 def validate_step(
     spec: StateSpec,
-    gates: tuple[Tensor, Tensor | None] | None,
+    gates: tuple[Tensor, Tensor | None],
     cache: StateCache,
     metadata: StateMetadata,
 ) -> None:
     """With ATTNLIB_VALIDATE: slots, positions and gates (T5, T7, T8, T12). Synchronizes. The gates
-    are log decays and betas, or None where the step computes them.
+    are log decays and betas.
 
     Raises:
         ContractError: names the request or token, the value and the limit.
     """
-    positions = cache.tensors.positions
-    assert positions is not None  # the layer has a recurrence
-    if not _validates(positions):
+    if not _validates(cache.memory):
         return
-    checked_requests(metadata.batch, cache.num_slots, positions[:, 0, 0], "state")
-    if gates is None:
-        return
+    checked_requests(metadata.batch, cache.tensors, "state")
     (decay, beta), rows = gates, slice(0, metadata.num_actual_tokens)
     decay = decay if spec.decay == "constant" else decay[rows]
     _validate_gate("log_decay", decay, decay > 0, "must be finite and at most 0")
@@ -43,18 +39,18 @@ def validate_step(
 
 
 def validate_convolution(cache: StateCache, metadata: StateMetadata) -> None:
-    """With ATTNLIB_VALIDATE: slots and positions of the windows. Synchronizes.
+    """With ATTNLIB_VALIDATE: slots and positions. Synchronizes.
 
     Raises:
         ContractError: names the request and the slot.
     """
-    positions = cache.tensors.window_positions
-    if positions is not None and _validates(positions):
-        checked_requests(metadata.batch, cache.num_slots, positions, "window")
+    if _validates(cache.memory):
+        # States, too: if the recurrence refused them, the window would be a step ahead.
+        checked_requests(metadata.batch, cache.tensors, "window", "state")
 
 
-def _validates(positions: Tensor) -> bool:
-    captures = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+def _validates(memory: Tensor) -> bool:
+    captures = memory.is_cuda and torch.cuda.is_current_stream_capturing()
     return checker_for_level() is not None and not captures
 
 

@@ -158,6 +158,64 @@ def test_wrong_calls(
     assert torch.equal(cache.memory, before)
 
 
+@pytest.mark.parametrize("form", ["given", "softplus"])
+def test_gates_are_validated_before_the_convolution(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window would be a step ahead of the state, and the step could not be repeated."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer, (x, (a, b), z) = layer_of(SPEC), tokens(3)
+    cache, metadata = caches(layer)[0], batch_of(layer, [3], [3], [2])
+    given = StepForm() if form == "given" else FORM
+    a = torch.full_like(a, 0.5 if form == "given" else float("inf"))
+    with pytest.raises(
+        ContractError, match=r"log_decay\[0\]\[0\]=\S+ must be finite and at most 0"
+    ):
+        layer.step(x, (a, b.sigmoid()), z if form == "softplus" else None, given, cache, metadata)
+    assert not cache.memory.any()
+
+
+def test_a_convolution_validates_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the recurrence could not follow changes no window."""
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    layer, (x, gates, z) = layer_of(SPEC), tokens(3)
+    cache = attnlib.StateCache.allocate(layer.spec, 3, device="cpu")
+    layer.step(x, gates, z, FORM, cache, batch_of(layer, [3], [3], [2]))
+    later = batch_of(layer, [3], [6], [2])
+    layer.convolve(x, cache, later)  # without its recurrence
+    before, last = cache.memory.clone(), batch_of(layer, [3], [9], [2])
+    message = "continues from 6 tokens, and the state in slot 2 can continue from 2 to 3"
+    with pytest.raises(ContractError, match=message):
+        layer.convolve(x, cache, last)
+    with pytest.raises(ContractError, match=message):
+        layer.step(x, gates, z, FORM, cache, last)
+    assert torch.equal(cache.memory, before)
+    layer(*torch.zeros(3, 128).split([32, 32, 64], 1), *gates_of(3), cache, later)
+    layer.convolve(x, cache, last)
+
+
+def gates_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(count, 4), torch.ones(count, 4)
+
+
+@pytest.mark.parametrize("place", ["z", "x"])
+def test_a_compiled_step_into_its_inputs(place: str) -> None:
+    """Tracing sees no addresses: inputs are read before the output is written."""
+    layer, (x, gates, z) = layer_of(SPEC), tokens(3)
+    (one, two), metadata = caches(layer), batch_of(layer, [3], [3], [2])
+    run = torch.compile(
+        lambda out: layer.step(x, gates, z, FORM, one, metadata, output=out),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch.no_grad():
+        wanted = layer.step(x, gates, z, FORM, two, metadata)
+        out = z if place == "z" else x.view(-1)[9:201].view(3, 64)
+        assert run(out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, wanted)
+    assert torch.equal(one.memory, two.memory)
+
+
 @pytest.mark.slow
 def test_under_torch_compile() -> None:
     layer, (x, gates, z) = layer_of(SPEC), tokens(3)

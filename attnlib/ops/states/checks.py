@@ -10,6 +10,7 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, as_id, as_ids
 from attnlib.ops.states.batch import StateBatch, StateRequest
+from attnlib.ops.states.tensors import StateTensors
 
 __all__ = [
     "check_slots",
@@ -73,13 +74,15 @@ def slot_places(
     return list(zip(found, ends, strict=True))
 
 
-def checked_requests(
-    batch: StateBatch, num_slots: int, positions: Tensor, what: str
-) -> list[StateRequest]:
-    """The requests of a batch, which pass `check_slots` and `check_positions`. Synchronizes."""
+def checked_requests(batch: StateBatch, slots: StateTensors, *parts: str) -> list[StateRequest]:
+    """The requests of a batch, which pass `check_slots`, and `check_positions` for the parts of a
+    slot: "window", "state". Synchronizes."""
     requests = list(batch.requests())
-    check_slots(requests, num_slots)
-    check_positions(requests, positions, what)
+    check_slots(requests, slots.num_slots)
+    if "window" in parts and slots.window_positions is not None:
+        check_positions(requests, slots.window_positions, "window")
+    if "state" in parts and slots.positions is not None:
+        check_positions(requests, slots.positions[:, 0, 0], "state")
     return requests
 
 

@@ -41,8 +41,7 @@ def short_convolution(
     Raises:
         ContractError: as `state_step`.
     """
-    assert slots.window_positions is not None  # the layer has a convolution
-    requests = checked_requests(batch, slots.num_slots, slots.window_positions, "window")
+    requests = checked_requests(batch, slots, "window")
     out.zero_()
     for request in requests:
         before = inputs_before(slots, request)

@@ -39,8 +39,7 @@ def state_step(
         ContractError: slots outside the pool or written twice (T7, T12), or a slot that cannot
             continue from where its request does (T8). Nothing is written then.
     """
-    assert slots.positions is not None  # a layout with a recurrence has positions
-    requests = checked_requests(batch, slots.num_slots, slots.positions[:, 0, 0], "state")
+    requests = checked_requests(batch, slots, "state")
     dtype = torch.float64 if inputs.value.dtype == torch.float64 else torch.float32
     out.zero_()
     for request in requests:
