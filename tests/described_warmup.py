@@ -1,6 +1,8 @@
 """Warm up for an H100 that is described, with a survey, then serve random batches.
 
-    TRITON_CACHE_DIR=FOLDER python -m tests.described_warmup
+    TRITON_CACHE_DIR=FOLDER python -m tests.described_warmup [TOKENS OF A SEQUENCE]
+
+The layer reads a cache in memory of vLLM's form.
 
 Triton compiles with a driver that launches nothing (`described_server`). The last line is a JSON
 object: kernels that were found, compiled and launched by the warm-up, the batches that it ran, and
@@ -11,18 +13,23 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
+from attnlib.ahead_of_time import DescribedServer
+from attnlib.cache.storage import PagedKVCache
+from attnlib.device import resolve_device
 from attnlib.layer import warmup
 from attnlib.ops.dispatch import cpu_as_gpu
 from attnlib.ops.triton.heuristics.device import limits_of_cpu
 from attnlib.ops.triton.launch import survey
 from attnlib.ops.triton.launch.compilations import compiled_kernels
-from tests.described_server import H100, LIMITS, Driver, Server, batch_of
+from tests.described_server import LIMITS, SPEC, Driver, Server, batch_of
 
 LAUNCHED: set[str] = set()
 
@@ -38,13 +45,19 @@ def main() -> None:
     """Warm up and serve."""
     triton.runtime.driver.set_active(RecordingDriver())
     survey.can_survey = lambda device: True  # also tensors of the CPU
-    warmup.kernel_facts = lambda *arguments: "of one layer"
+    limits = replace(LIMITS, max_seq_len=int((sys.argv[1:] or [LIMITS.max_seq_len])[0]))
+    chip = DescribedServer(resolve_device("H100"), limits).chip()
     batches, own_run = [], warmup._run
     warmup._run = lambda *call: (batches.append(call[3]), own_run(*call))
-    with cpu_as_gpu(), limits_of_cpu(H100), torch.no_grad():
+    with cpu_as_gpu(), limits_of_cpu(chip), torch.no_grad():
         server, draw = Server(), random.Random(0)
+        memory = torch.zeros(
+            40, SPEC.block_size, SPEC.num_kv_heads, 2 * SPEC.head_size, dtype=SPEC.dtype
+        )
+        server.cache = PagedKVCache.from_vllm(memory.transpose(1, 2), head_size=SPEC.head_size)
+        server.builder = server.layer.backend.make_builder(SPEC, memory.device, limits=limits)
         with compiled_kernels() as new:
-            warmup.warmup(server.layer, server.cache, LIMITS, builder=server.builder)
+            warmup.warmup(server.layer, server.cache, limits, builder=server.builder)
         launched = sorted(LAUNCHED)
         with compiled_kernels() as late:
             for _ in range(80):

@@ -122,7 +122,7 @@ def _compile_share(
         compiled.append(StoredKernel(kernel.name, kernel.key, round(seconds, 2)))
 
     with cache_at(folder):
-        run_described(server, layers, take)
+        run_described(server, layers, take, writes_notes=part == 0)
         if part == 0:
             write_launcher()
     return compiled

@@ -95,6 +95,8 @@ def run_described(
     server: DescribedServer,
     layers: Iterable[DescribedLayer],
     take: Callable[[Any, Callable[[], Any]], None],
+    *,
+    writes_notes: bool = False,
 ) -> None:
     """Run `warmup` for layers on a described GPU: kernels are chosen as there, nothing is launched.
 
@@ -103,6 +105,7 @@ def run_described(
         layers: the layers.
         take: `take(kernel, compile)` for each `NeededKernel`, once; see
             `attnlib.ops.triton.launch.described`.
+        writes_notes: whether Triton's cache gets notes for the same warm-ups on the server.
 
     Raises:
         ContractError: a GPU whose numbers are not known, or a spec with a score function, whose
@@ -113,9 +116,9 @@ def run_described(
     layers = list(layers)
     check_described(server, layers)
     from attnlib.backends.triton.described import DescribedTritonBackend
-    from attnlib.ops.triton.launch.described import described_gpu
+    from attnlib.ops.triton.launch.described import Launches, described_gpu
 
-    with described_gpu(server.chip(), take):
+    with described_gpu(server.chip(), take, Launches() if writes_notes else None):
         for layer in layers:
             spec = layer.spec
             cache = _new_cache(spec, server.engine) if spec.is_paged else None

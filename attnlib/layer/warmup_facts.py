@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.attention import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.ops.dispatch import runs_kernels
+from attnlib.ops.scales import MIN_LATE_SCALE
 from attnlib.workspace import BatchLimits
 
 __all__ = ["kernel_facts"]
 
 _KNOWN = "attnlib.backends.triton"
-"""The backend whose kernels follow from these facts; others may run code that is not attnlib's."""
+"""The backend whose kernels follow from these facts; others may run code that is not attnlib's. For
+a described GPU it is a subclass in a module below this one."""
 
 
 def kernel_facts(
@@ -31,23 +35,32 @@ def kernel_facts(
         columns: of the block table.
     """
     spec, backend, device = layer.spec, layer.backend, builder.device
-    if device.type != "cuda" or backend.__module__ != _KNOWN or spec.has_open_format:
+    is_known = f"{backend.__module__}.".startswith(f"{_KNOWN}.")
+    if not runs_kernels(device) or not is_known or spec.has_open_format:
         return None
     if spec.score_function is not None or not type(builder).__module__.startswith(f"{_KNOWN}."):
         return None
     from attnlib.ops.triton.heuristics.device import device_limits
 
+    chip = device_limits(device)
+    # No kernel is specialized on a float, but some do not serve small scales.
+    scale = layer.impl.scale > 0, layer.impl.scale >= MIN_LATE_SCALE
     facts: list[Any] = [
-        *(spec, backend.__qualname__, sorted(builder.config.items()), limits, builder.limits),
-        *(builder.reorder_batch_threshold, columns, device_limits(device), layer.impl.scale),
-        *(torch.cuda.get_device_name(device), layer.k_scale, layer.v_scale),
+        *(spec, sorted(builder.config.items()), limits, builder.limits, columns),
+        *(builder.reorder_batch_threshold, replace(chip, name=_model(chip.name)), *scale),
+        *(layer.k_scale, layer.v_scale),
     ]
     if cache is not None:
         tensors = (cache.key_cache, cache.value_cache, cache.k_scale, cache.v_scale)
         formats = [stored and (stored.name, stored.version) for stored in cache.page_formats]
-        facts += [cache.layout, formats, cache.rotation, *tensors]
+        facts += [formats, cache.rotation, *tensors]
     facts += [*layer.impl.per_head_tensors]
     return repr([_form(x) if isinstance(x, torch.Tensor) else x for x in facts])
+
+
+def _model(name: str) -> str:
+    """The model in a driver's name: H100 of "NVIDIA H100 80GB HBM3"."""
+    return name.upper().removeprefix("NVIDIA ").replace("-", " ").partition(" ")[0]
 
 
 def _form(x: torch.Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ def run_steps(
     """Run steps of which many need the same kernels.
 
     On a GPU all are surveyed first, while threads compile new kernels. Then those run that were the
-    first to need a kernel. With `facts`, later processes survey and run only these.
+    first to need a kernel. With `facts`, later processes survey and run only these. For a described
+    GPU all run, and are noted for the processes of its machine.
 
     Args:
         steps: may be run several times, and leave nothing behind that a later one needs.
@@ -28,12 +29,20 @@ def run_steps(
     if not (runs_kernels(device) and has_triton()):
         _run(steps)
         return
+    from attnlib.ops.triton.launch.described import observed_launches
+    from attnlib.ops.triton.launch.kernel_folder import use_kernel_folder
     from attnlib.ops.triton.launch.notes import read_note, write_note
     from attnlib.ops.triton.launch.survey import can_survey, survey_launches
 
+    if (launches := observed_launches()) is not None:
+        needed = [launches.of(step) for step in steps]
+        if facts is not None:
+            write_note(facts, first_uses(needed))
+        return
     if not can_survey(device):
         _run(steps)
         return
+    use_kernel_folder()  # which may have the note
     noted = None if facts is None else read_note(facts, len(steps))
     chosen = range(len(steps)) if noted is None else noted
     used = []
@@ -51,9 +60,9 @@ def run_steps(
         write_note(facts, first)
 
 
-def first_uses(used: Iterable[frozenset[int]]) -> list[int]:
+def first_uses(used: Iterable[frozenset[object]]) -> list[int]:
     """The numbers of the sets with an element that no earlier set has."""
-    known: set[int] = set()
+    known: set[object] = set()
     found = []
     for number, kernels in enumerate(used):
         if not kernels <= known:

@@ -91,7 +91,8 @@ def test_masks_and_decode_context_parallelism(environment: Any, version: str) ->
 
 @pytest.mark.parametrize("version", VLLM)
 def test_kernels_can_be_compiled_without_a_gpu(environment: Any, version: str) -> None:
-    """`attnlib compile --engine vllm` writes every kernel of the adapter's warm-ups."""
+    """`attnlib compile --engine vllm` writes every kernel and note of the adapter's warm-ups."""
     printed = run_script("vllm_described.py", environment(version, TEST_VLLM_CPU="1"))
     for kind, result in json.loads(printed.splitlines()[-1]).items():
         assert result["needed"] >= 5 and result["left out"] == [], kind
+        assert result["notes"] == 1 and result["other notes"] == [], kind

@@ -3,7 +3,8 @@
     python tests/hosts/vllm_described.py
 
 On a described H200. The last line is a JSON object: for each kind of layer the number of kernels
-that the adapter's warm-up needs, and the names of those that are not compiled.
+that the adapter's warm-up needs, the names of those that are not compiled, and how many notes it
+reads, and those of them that are not written.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import recorded_engine
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from attnlib.ahead_of_time import DescribedLayer, DescribedServer, needed_kernels
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer
+from attnlib.ahead_of_time.described import run_described
 from attnlib.device import resolve_device
 from attnlib.integrations.vllm.mla_builder import AttnlibMLAMetadataBuilder
 from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
 from attnlib.kv_dtype import PAGE_FORMATS
-from attnlib.ops.triton.launch.described import described_gpu
+from attnlib.ops.triton.launch import notes
+from attnlib.ops.triton.launch.described import Launches, described_gpu
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -76,10 +79,22 @@ def left_out(kind: str) -> dict[str, Any]:
     layer, builder, described = (make_latent_layer if kind in LATENTS else make_layer)(kind)
     server = DescribedServer(resolve_device("H200"), builder.limits, engine="vllm")
     needed: set[Any] = set()
-    with described_gpu(server.chip(), lambda kernel, compile: needed.add(kernel)):
+    compiled: set[Any] = set()
+    read: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    notes.write_note = read.__setitem__
+    with described_gpu(server.chip(), lambda kernel, compile: needed.add(kernel), Launches()):
         layer.impl.group_warmup.run(between_batches=True)
-    compiled = set(needed_kernels(server, [described]))
-    return {"needed": len(needed), "left out": sorted(one.name for one in needed - compiled)}
+    notes.write_note = written.__setitem__
+    run_described(
+        server, [described], lambda kernel, compile: compiled.add(kernel), writes_notes=True
+    )
+    return {
+        "needed": len(needed),
+        "left out": sorted(one.name for one in needed - compiled),
+        "notes": len(read),
+        "other notes": [facts for facts in read if written.get(facts) != read[facts]],
+    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from attnlib.layer.warmup_steps import first_uses, run_steps
 from attnlib.score_functions.spans import prefix_lm
 from attnlib.spec import AttentionSpec, MaskKind
 from attnlib.workspace import BatchLimits
+from tests.fresh_process import run_module
 
 LIMITS = BatchLimits(max_num_reqs=2, max_num_tokens=16, max_seq_len=64)
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -55,6 +57,35 @@ def test_a_surveyed_warmup_covers_random_batches_with_and_without_a_note(tmp_pat
     assert 2 * second["batches"] < first["batches"]
 
 
+@pytest.mark.slow
+def test_kernels_compiled_for_an_engine_have_the_note_of_its_warmup(tmp_path: Path) -> None:
+    """The first start surveys nothing but its steps, unless its limits differ."""
+    pytest.importorskip("triton")
+    from tests.described_server import ARGUMENTS
+
+    written, shipped = tmp_path / "written", tmp_path / "shipped"
+    options = ["--engine", "vllm", "--device", "H100", *ARGUMENTS, "--out", str(written)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = run_module("attnlib", ["compile", *options, "--processes", "2"], environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    written.rename(shipped)
+
+    def start(name: str, *limits: str) -> dict[str, Any]:
+        return _run_module("tests.described_warmup", tmp_path / name, *limits, kernels=shipped)
+
+    found, longer = start("noted"), start("longer", "112")
+    (note,) = shipped.rglob("attnlib_warmup.json")
+    steps = json.loads(note.read_text())
+    note.unlink()
+    surveyed = start("surveyed")
+    assert json.loads((tmp_path / "surveyed" / note.relative_to(shipped)).read_text()) == steps
+    assert found["compiled"] == found["late"] == surveyed["compiled"] == []
+    assert found["found"] == surveyed["found"] == longer["found"] != []
+    # Its batches run for the loading of kernels and for launches; its last step has none.
+    assert found["batches"] == 2 * (len(steps) - 1)
+    assert min(longer["batches"], surveyed["batches"]) > 2 * found["batches"]
+
+
 def test_a_survey_leaves_other_threads_alone(tmp_path: Path) -> None:
     """Their launches run, those of the surveyed thread do not, also of kernels that are not new;
     one survey at a time replaces Triton's methods, and they come back."""
@@ -66,13 +97,15 @@ def test_a_survey_leaves_other_threads_alone(tmp_path: Path) -> None:
     assert found["is_restored"] and found["left"] == ["NoneType"]
 
 
-def _run_module(name: str, cache: Path) -> dict[str, Any]:
+def _run_module(
+    name: str, cache: Path, *arguments: str, kernels: Path | None = None
+) -> dict[str, Any]:
     """The last line that a module prints, in a process that compiles Triton's kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", name], env=environment, capture_output=True, text=True, check=False
-    )
+    environment |= {} if kernels is None else {"ATTNLIB_KERNELS": str(kernels)}
+    command = [sys.executable, "-m", name, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -122,7 +155,8 @@ def test_notes_are_read_under_the_same_facts_only(
     write_note("facts", [0, 8])
     assert read_note("facts", 9) == [0, 8]
     assert read_note("facts", 8) is None and read_note("others", 9) is None
-    monkeypatch.setenv("ATTNLIB_KERNELS", "elsewhere")  # chooses no kernels
+    for name in ("ATTNLIB_KERNELS", "TRITON_CACHE_AUTOTUNING", "TRITON_STORE_BINARY_ONLY"):
+        monkeypatch.setenv(name, "1")  # choose no kernels; vLLM sets the second one
     assert read_note("facts", 9) == [0, 8]
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     assert read_note("facts", 9) is None
@@ -147,9 +181,8 @@ def test_facts_name_what_decides_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     from attnlib.backends.triton.described import DescribedTritonBackend
     from attnlib.ops.triton.heuristics import device
 
-    monkeypatch.setattr(DescribedTritonBackend, "__module__", "attnlib.backends.triton")
-    monkeypatch.setattr(device, "device_limits", lambda where: device.INTERPRETER_LIMITS)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "H100")
+    names, chip = ["H100"], device.INTERPRETER_LIMITS
+    monkeypatch.setattr(device, "device_limits", lambda where: replace(chip, name=names[-1]))
 
     def facts(
         changes: Any = (), *, blocks: int = 4, scale: float | None = None, columns: int = 4,
@@ -167,9 +200,14 @@ def test_facts_name_what_decides_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     wider = BatchLimits(max_num_reqs=3, max_num_tokens=16, max_seq_len=64)
     others = [
         facts({"kv_cache_layout": "HND_INTERLEAVED"}), facts({"kv_cache_dtype": "fp8"}),
-        facts({"head_size": 128}), facts(scale=0.5), facts(columns=5), facts(limits=wider),
+        facts({"head_size": 128}), facts(scale=0.0), facts(columns=5), facts(limits=wider),
         facts(config={"kernels": "portable"}),
     ]  # fmt: skip
+    assert facts(scale=0.5) == known  # no kernel is specialized on it
+    names.append("H200")
+    others.append(facts())
+    names.append("NVIDIA H100 80GB HBM3")  # as attnlib compile --device H100
+    assert facts() == known
     assert None not in others and len({known, *others}) == 1 + len(others)
     wide = {"head_size": 128, "kv_rotation": "hadamard"}
     stored = [facts(wide | {"kv_cache_dtype": name}) for name in sorted(PAGE_FORMATS)]

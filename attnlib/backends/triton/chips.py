@@ -74,6 +74,7 @@ def described_limits(device: DeviceInfo, num_sms: int | None = None) -> DeviceLi
         shared_memory_per_sm=per_sm * _KB,
         capability=capability,
         has_fp8=capability >= (8, 9),
+        name=device.name,
     )
 
 

@@ -50,6 +50,7 @@ class DeviceLimits:
         is_amd: whether it is an AMD chip.
         tuned: the user's tiles for this device (`set_tuned_tiles`), if any. Part of the limits, so
             that every cache with the limits in its key sees a change.
+        name: of its driver; tiles and splits do not depend on it.
     """
 
     num_sms: int
@@ -59,6 +60,7 @@ class DeviceLimits:
     has_fp8: bool
     is_amd: bool = False
     tuned: TileTable | None = None
+    name: str = ""
 
     @property
     def products(self) -> str:
@@ -142,6 +144,7 @@ def _cuda_limits(index: int) -> DeviceLimits:
         capability=capability,
         has_fp8=capability >= (8, 9),
         is_amd=is_hip,
+        name=properties.name,
     )
     return _limits.setdefault(index, limits)
 

@@ -23,7 +23,14 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of_cpu
 from attnlib.ops.triton.launch.cache import LAUNCHES
 from attnlib.ops.triton.launch.keys import kernel_key
 
-__all__ = ["NeededKernel", "NotLaunched", "described_gpu", "target_of"]
+__all__ = [
+    "Launches",
+    "NeededKernel",
+    "NotLaunched",
+    "described_gpu",
+    "observed_launches",
+    "target_of",
+]
 
 
 class NeededKernel(NamedTuple):
@@ -48,8 +55,31 @@ def target_of(limits: DeviceLimits) -> GPUTarget:
     return GPUTarget("cuda", 10 * limits.capability[0] + limits.capability[1], 32)
 
 
+class Launches:
+    """What calls inside `described_gpu` launch."""
+
+    def __init__(self) -> None:
+        self.kernels: set[object] = set()
+
+    def of(self, call: Callable[[], None]) -> frozenset[object]:
+        """The kernels that a call launches, as objects that stand for them."""
+        self.kernels.clear()
+        call()
+        return frozenset(self.kernels)
+
+
+_observed: Launches | None = None
+
+
+def observed_launches() -> Launches | None:
+    """The launches inside `described_gpu`, where they are observed; None elsewhere."""
+    return _observed
+
+
 @contextmanager
-def described_gpu(limits: DeviceLimits, take: Take) -> Iterator[None]:
+def described_gpu(
+    limits: DeviceLimits, take: Take, launches: Launches | None = None
+) -> Iterator[None]:
     """Inside, launches on tensors of the CPU are those of a GPU with these limits.
 
     Not for several threads.
@@ -57,12 +87,14 @@ def described_gpu(limits: DeviceLimits, take: Take) -> Iterator[None]:
     Args:
         limits: the GPU.
         take: called once for each kernel that the launches inside need.
+        launches: observes them; None for nobody.
 
     Raises:
         BackendUnavailableError: an AMD GPU, a process that interprets Triton, or a Triton release
             that compiles in another way.
     """
     _check(limits)
+    global _observed
     driver, own_compile, seen = _Driver(target_of(limits)), JITFunction._do_compile, set()
 
     def take_kernel(
@@ -82,10 +114,12 @@ def described_gpu(limits: DeviceLimits, take: Take) -> Iterator[None]:
     LAUNCHES.clear()  # their keys name a device, not a chip
     config.set_active(driver)
     JITFunction._do_compile = take_kernel
+    _observed = launches
     try:
         with cpu_as_gpu(), limits_of_cpu(limits):
             yield
     finally:
+        _observed = None
         JITFunction._do_compile = own_compile
         config._active = active
         LAUNCHES.clear()
@@ -137,3 +171,5 @@ class NotLaunched:
 
     def run(self, *arguments: Any) -> None:
         """Launch nothing."""
+        if _observed is not None:
+            _observed.kernels.add(self)

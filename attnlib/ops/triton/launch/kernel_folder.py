@@ -2,7 +2,7 @@
 
 Triton notes the files of a kernel by their absolute paths, so a folder that was copied elsewhere
 is no cache any more. `use_kernel_folder` therefore notes in Triton's own cache where the files are
-now. It copies nothing but modules in C.
+now. It copies nothing but modules in C and notes about warm-ups.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from attnlib.ops.triton.launch.described import NeededKernel
 from attnlib.ops.triton.launch.driver import Native
 from attnlib.ops.triton.launch.keys import folder_name
 from attnlib.ops.triton.launch.manifest import Manifest
+from attnlib.ops.triton.launch.notes import NOTE
 
 __all__ = [
     "add_to_cache",
@@ -108,7 +109,7 @@ def use_kernel_folder() -> None:
 
 
 def add_to_cache(folder: Path, kernels: Iterable[NeededKernel]) -> tuple[int, int]:
-    """Note in Triton's cache where the files of kernels are; copy the modules in C.
+    """Note in Triton's cache where the files of kernels are; copy modules in C and notes.
 
     Returns:
         Kernels that the cache did not have, and kernels that the folder does not have.
@@ -125,10 +126,10 @@ def add_to_cache(folder: Path, kernels: Iterable[NeededKernel]) -> tuple[int, in
         if files:
             manager.put_group(_metadata_name(kernel.name), files)
         added, missing = added + bool(files), missing + (not files)
-    for module in folder.glob("*/*.so"):
-        manager = get_cache_manager(_key(module.parent.name))
-        if manager.get_file(module.name) is None:
-            manager.put(module.read_bytes(), module.name)
+    for file in (*folder.glob("*/*.so"), *folder.glob(f"*/{NOTE}")):
+        manager = get_cache_manager(_key(file.parent.name))
+        if manager.get_file(file.name) is None:
+            manager.put(file.read_bytes(), file.name)
     return added, missing
 
 

@@ -1,6 +1,7 @@
 """Notes about warm-ups in Triton's cache: which of their steps were the first to need a kernel.
 
-They only save time: a warm-up without a note runs all its steps.
+They only save time: a warm-up without a note runs all its steps. A folder of compiled kernels is a
+cache, too (`kernel_folder`), and has the notes of the warm-ups that found the kernels.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
-__all__ = ["read_note", "write_note"]
+__all__ = ["NOTE", "read_note", "write_note"]
 
-_NAME = "attnlib_warmup.json"
+NOTE = "attnlib_warmup.json"
 _ROOT = Path(__file__).parents[3]
 _PREFIXES = ("ATTNLIB_", "TRITON_")
 _WITHOUT_KERNELS = {"bench", "cli", "compat", "debug", "integrations", "testing"}
-_PLACES = {"ATTNLIB_KERNELS", "TRITON_CACHE_DIR", "TRITON_HOME"}
+_CHOOSE_NOTHING = {
+    *("ATTNLIB_KERNELS", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_STORE_BINARY_ONLY"),
+    *("TRITON_CACHE_AUTOTUNING", "TRITON_LIBCUDA_PATH", "TRITON_LIBDEVICE_PATH"),
+    "TRITON_PTXAS_PATH",
+}
+"""Variables about places, stored files and Triton's autotuner, some of which vLLM and torch set."""
 
 
 def read_note(facts: str, num_steps: int) -> list[int] | None:
@@ -34,7 +40,7 @@ def read_note(facts: str, num_steps: int) -> list[int] | None:
         num_steps: how many steps it has.
     """
     try:
-        path = _manager(facts).get_file(_NAME)
+        path = _manager(facts).get_file(NOTE)
         found = [] if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
@@ -45,21 +51,23 @@ def read_note(facts: str, num_steps: int) -> list[int] | None:
 def write_note(facts: str, steps: Sequence[int]) -> None:
     """Note steps for later processes, where Triton's cache can be written."""
     try:
-        _manager(facts).put(json.dumps(list(steps)), _NAME, binary=False)
+        _manager(facts).put(json.dumps(list(steps)), NOTE, binary=False)
     except OSError:
         return
 
 
 def _manager(facts: str) -> Any:
-    text = "\0".join(
-        (facts, triton.__version__, torch.__version__, _digest_of_code(), _variables())
-    )
+    # Builds of one release of torch for other processors and CUDA versions choose no other kernels.
+    release = torch.__version__.partition("+")[0]
+    text = "\0".join((facts, triton.__version__, release, _digest_of_code(), _variables()))
     return get_cache_manager(hashlib.sha256(text.encode()).hexdigest())
 
 
 def _variables() -> str:
     """The environment variables that may decide which kernels are chosen."""
-    names = (name for name in os.environ if name.startswith(_PREFIXES) and name not in _PLACES)
+    names = (
+        name for name in os.environ if name.startswith(_PREFIXES) and name not in _CHOOSE_NOTHING
+    )
     return repr([(name, os.environ[name]) for name in sorted(names)])
 
 
