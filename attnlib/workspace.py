@@ -27,7 +27,7 @@ class BatchLimits:
         max_seq_len: length of the longest sequence.
 
     Raises:
-        ContractError: a limit below 1, or no integer.
+        ContractError: a limit below 1, no integer, or one that int32 cannot hold.
     """
 
     max_num_reqs: int
@@ -36,7 +36,9 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens", "max_seq_len"):
-            as_count(name, getattr(self, name), 1)
+            limit = as_count(name, getattr(self, name), 1)
+            if limit >= 1 << 31:
+                raise ContractError(f"{name}={limit} does not fit int32 (at most {(1 << 31) - 1})")
 
 
 class Workspace:

@@ -17,5 +17,7 @@ def test_a_fixed_workspace_names_the_bytes() -> None:
         Workspace(torch.device("cpu"), 100, fixed=True).reserve(101)
     with pytest.raises(ContractError, match="max_num_tokens=0 must be at least 1"):
         BatchLimits(max_num_reqs=1, max_num_tokens=0, max_seq_len=1)
+    with pytest.raises(ContractError, match="max_seq_len=2147483648 does not fit int32"):
+        BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1 << 31)
     with pytest.raises(ContractError, match="max_seq_len nan is a float; it must be an integer"):
         BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=float("nan"))

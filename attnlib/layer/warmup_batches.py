@@ -28,6 +28,9 @@ _LONGEST_TILE = 256
 _MANY_TOKENS = 4096
 """More than the programs of a cache write that start at once on any GPU."""
 
+_MOST_COLUMNS = 1 << 17
+"""Of a block table. Kernels depend on the factors of two of its row stride, and not on its size."""
+
 
 def warmup_batches(
     limits: BatchLimits, decode_threshold: int | None = None
@@ -85,6 +88,8 @@ def new_batch(
         return CommonAttentionMetadata.from_lengths(
             lengths, lengths, device=device, score_tensors=score, causal=causal
         )
+    if columns > _MOST_COLUMNS:
+        columns = _MOST_COLUMNS + columns % 256
     is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
     blocks = max(columns, -(-max(lengths) // spec.block_size))
     table = torch.zeros(len(lengths), blocks, dtype=torch.int32, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
 from attnlib.layer.warmup import warmup
-from attnlib.layer.warmup_batches import large_write, warmup_batches
+from attnlib.layer.warmup_batches import large_write, new_batch, warmup_batches
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -43,6 +44,16 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
         max(lengths) for lengths in mixed
     } >= {9, 39}
     assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
+
+
+@pytest.mark.parametrize("max_seq_len", [(1 << 31) - 1, (1 << 31) - 16, 3000 * 16, 3 << 24])
+def test_block_tables_are_bounded(max_seq_len: int) -> None:
+    """One for the longest sequences would take 0.5 GB per request; the row stride of a bounded one
+    has the same factors of two, on which kernels depend."""
+    columns = -(-max_seq_len // SPEC.block_size)
+    table = new_batch(SPEC, (1, 2), columns, torch.device("cpu")).block_table_tensor
+    assert table is not None and table.shape[1] <= min(columns, 132_000)
+    assert gcd(table.stride(0), 256) == gcd(columns, 256)
 
 
 def test_a_batch_of_many_tokens_stays_within_the_limits() -> None:
