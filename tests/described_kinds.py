@@ -2,7 +2,8 @@
 
     python -m tests.described_kinds
 
-The last line is a JSON object: GPU and kind of layer -> keys of its kernels.
+The last line is a JSON object: GPU and kind of layer -> keys of its kernels. Under "noted" are
+those that the noted steps of the warm-up need.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 
 import torch
 
-from attnlib.ahead_of_time import DescribedLayer, DescribedServer, needed_kernels
+from attnlib.ahead_of_time import DescribedLayer, DescribedServer
+from attnlib.ahead_of_time.described import run_described
 from attnlib.cache.layout import LAYOUTS
 from attnlib.device import resolve_device
+from attnlib.layer import warmup
+from attnlib.layer.warmup_steps import run_steps
+from attnlib.ops.triton.launch import notes
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -62,17 +67,34 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+NOTED: dict[str, list[int]] = {}
+
+
+def keys_of(server: DescribedServer, layer: DescribedLayer, writes_notes: bool = True) -> list[str]:
+    """The keys of the kernels of a layer."""
+    found: set[str] = set()
+    run_described(server, [layer], lambda one, make: found.add(one.key), writes_notes=writes_notes)
+    return sorted(found)
+
+
+def run_noted(steps: Any, device: torch.device, facts: str) -> None:
+    """In place of `run_steps`: the noted steps only."""
+    run_steps([steps[number] for number in NOTED[facts]], device)
+
+
 def main() -> None:
     """Print the keys."""
     logging.disable(logging.WARNING)
+    notes.write_note = NOTED.__setitem__
     found: dict[str, dict[str, list[str]]] = {}
     for device, kinds in {"H100": [*KINDS], "sm_80": ["sink", "int4", "float8 latents"]}.items():
         server = DescribedServer(resolve_device(device), LIMITS)
         layers = {kind: DescribedLayer(AttentionSpec(**{**BASE, **KINDS[kind]})) for kind in kinds}
-        found[device] = {
-            kind: sorted(kernel.key for kernel in needed_kernels(server, [layer]))
-            for kind, layer in layers.items()
-        }
+        found[device] = {kind: keys_of(server, layer) for kind, layer in layers.items()}
+        if device == "H100":
+            warmup.run_steps = run_noted
+            found["noted"] = {kind: keys_of(server, layer, False) for kind, layer in layers.items()}
+            warmup.run_steps = run_steps
     print(json.dumps(found))
 
 

@@ -72,9 +72,9 @@ def parser() -> CommandParser:
     made = CommandParser(
         prog="attnlib compile",
         description="Compile the Triton kernels that layers need on a GPU, on a machine without "
-        "it. The server then compiles none: set ATTNLIB_KERNELS there. Under "
-        "the same limits its warm-ups do not search for kernels. Triton, attnlib, ptxas and "
-        "the compiler's environment variables must be the same.",
+        "it. The server then compiles none: set ATTNLIB_KERNELS there. Under the same limits its "
+        "warm-ups do not search for kernels. Triton, attnlib, ptxas and the compiler's environment "
+        "variables must be the same.",
     )
     made.add_argument(
         "--device",
