@@ -56,6 +56,7 @@ class HybridKVCache:
     """
 
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def __init__(
         self,
         groups: Mapping[str, Group],

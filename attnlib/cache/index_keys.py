@@ -64,6 +64,7 @@ class IndexKeyCache:
 
     @classmethod
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def allocate(
         cls,
         num_blocks: int,

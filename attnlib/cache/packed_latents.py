@@ -44,6 +44,7 @@ class PackedLatentCache:
 
     @classmethod
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def allocate(
         cls, num_blocks: int, block_size: int, device: torch.device | str | None = None
     ) -> PackedLatentCache:

@@ -81,6 +81,7 @@ class StateCache:
 
     @classmethod
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def allocate(
         cls, spec: StateSpec, num_slots: int, *, device: torch.device | str | None = None
     ) -> StateCache:

@@ -142,6 +142,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
 
     @classmethod
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def allocate(
         cls,
         spec: AttentionSpec,
@@ -179,9 +180,8 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                     "head: pass no k_scale and v_scale",
                     rule="M16",
                 )
-            shape = (num_blocks, page_bytes(spec, wanted))
-            pages = torch.zeros(shape, dtype=torch.uint8, device=device)
-            return cls.from_pages(pages, spec, wanted)
+            size = num_blocks, page_bytes(spec, wanted)
+            return cls.from_pages(torch.zeros(size, dtype=torch.uint8, device=device), spec, wanted)
         key, value, name = allocated_views(spec, num_blocks, wanted or "NHD", device)
         cache = cls(key, value, layout=name, k_scale=k_scale, v_scale=v_scale)
         cache.rotation = spec.kv_rotation

@@ -33,6 +33,7 @@ class BlockTable:
     """
 
     @explains_device
+    @torch.inference_mode(False)  # writable in and outside of inference mode
     def __init__(
         self, max_reqs: int, max_blocks: int, device: torch.device | str | None = None
     ) -> None:

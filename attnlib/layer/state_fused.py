@@ -58,11 +58,10 @@ def separate_step(
     """The step in separate launches. Arguments as of `call_fused_step`, checked."""
     spec, (x, decay, beta, z, form) = layer.spec, inputs
     # torch.compile traces and fuses the operations of torch.
-    compiles = torch.compiler.is_compiling()
-    parts = StateImpl if compiles else layer.impl
+    parts = StateImpl if torch.compiler.is_compiling() else layer.impl
     if form.gates != "given":
         decay, beta = parts.state_gates(decay, beta, form)
-    if not compiles and VALIDATE_KEY in ENVIRONMENT:  # before the windows change
+    if parts is layer.impl and VALIDATE_KEY in ENVIRONMENT:  # before the windows change
         validate_step(spec, (decay, beta), cache, metadata)
     convolved, sizes = layer.convolve(x, cache, metadata), _channels(spec)
     split = torch.split(convolved, [sizes[name] for name in form.order], 1)

@@ -13,6 +13,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_id, as_ids
+from attnlib.ops.checks import check_writable
 
 __all__ = [
     "BlockPairs",
@@ -123,6 +124,8 @@ def move_blocks(
     """
     if not source_ids:
         return
+    for view in target:
+        check_writable(blocks=view)
     take = torch.tensor(source_ids, device=source[0].device)
     put = torch.tensor(target_ids, device=target[0].device)
     taken = [as_bytes(view).index_select(0, take) for view in source]
@@ -178,6 +181,8 @@ def zero_blocks(views: Sequence[torch.Tensor], ids: list[int]) -> None:
     """Fill blocks of the views with zeros."""
     if not ids:
         return
+    for view in views:
+        check_writable(blocks=view)
     index = torch.tensor(ids, device=views[0].device)
     for view in views:
         as_bytes(view).index_fill_(0, index, 0)

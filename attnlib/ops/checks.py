@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 
-__all__ = ["check_slots", "check_visible_keys", "vector_elements"]
+__all__ = ["check_slots", "check_visible_keys", "check_writable", "vector_elements"]
 
 
 def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -38,6 +38,26 @@ def check_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
                 f"{name} has {rows.shape[0]} tokens, but slot_mapping has {num_tokens}; pass one "
                 "row per slot, or a shorter slot_mapping",
                 rule="P4",
+            )
+
+
+def check_writable(**tensors: Tensor | None) -> None:
+    """Whether torch operations may write tensors now. torch says so after the first write.
+
+    Args:
+        tensors: by the names of arguments.
+
+    Raises:
+        ContractError: one was made in inference mode, and the call is outside of it.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_inference():
+            raise ContractError(
+                f"memory of {name} was made in torch.inference_mode, and torch refuses to write "
+                "it outside: call under torch.inference_mode(), or allocate it under "
+                "torch.inference_mode(False)"
             )
 
 

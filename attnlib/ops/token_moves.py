@@ -10,6 +10,7 @@ from torch import Tensor
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable
 from attnlib.ops.block_moves import as_bytes
+from attnlib.ops.checks import check_writable
 
 __all__ = ["move_tokens"]
 
@@ -49,6 +50,8 @@ def move_tokens(views: Sequence[Tensor], source: Tensor, target: Tensor) -> None
     if not len(source):
         return
     _check_values(source, target, blocks * size)
+    for view in views:
+        check_writable(blocks=view)
     # Pairs that are skipped repeat the first other pair, or copy slot 0 to itself.
     writes = target >= 0
     first = writes.int().argmax()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count, as_id, as_ids
+from attnlib.ops.checks import check_writable
 from attnlib.ops.states.batch import StateBatch, StateRequest
 from attnlib.ops.states.tensors import StateTensors
 
@@ -79,6 +80,7 @@ def checked_requests(batch: StateBatch, slots: StateTensors, *parts: str) -> lis
     slot: "window", "state". Synchronizes."""
     requests = list(batch.requests())
     check_slots(requests, slots.num_slots)
+    check_writable(windows=slots.window_positions, states=slots.positions)
     if "window" in parts and slots.window_positions is not None:
         check_positions(requests, slots.window_positions, "window")
     if "state" in parts and slots.positions is not None:

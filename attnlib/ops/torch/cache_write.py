@@ -17,7 +17,7 @@ from torch import Tensor
 from attnlib.kv_dtype import KVFormat, page_format
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.addresses import check_slot_values
-from attnlib.ops.checks import check_slots
+from attnlib.ops.checks import check_slots, check_writable
 from attnlib.ops.latent import values_are_prefix
 from attnlib.ops.scales import check_scale
 from attnlib.ops.torch.hadamard import rotate_heads
@@ -62,6 +62,7 @@ def write_kv(
         ContractError: slots that are not int64, fewer keys or values than slots (P4), a scale that
             is not finite and above 0 (M9), or, on a CPU, a slot past the cache.
     """
+    check_writable(key_cache=key_cache, value_cache=value_cache)
     check_slots(key, value, slot_mapping)
     check_slot_values(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     check_scale("k_scale", k_scale)
