@@ -175,8 +175,9 @@ def _check_bias(bias: torch.Tensor, tokens: int, columns: int, device: torch.dev
 
 
 def _check_bounds(common: CommonAttentionMetadata) -> None:
-    """Lengths on the host, those of a CPU's batch included, that decrease or exceed their upper
-    bounds. Kernels would drop the rest, or write outside of their memory."""
+    """Lengths on the host, and starts of a batch on the CPU, that decrease or exceed their upper
+    bounds. Kernels would drop the rest, or write outside of their memory. Sequence lengths without
+    a copy may be written later, and layers check them."""
     if common.num_reqs == 0:
         return
     starts, lengths = common.query_start_loc_cpu, common.seq_lens_cpu
@@ -184,12 +185,9 @@ def _check_bounds(common: CommonAttentionMetadata) -> None:
         _check_query_lens(common, starts)
     if lengths is not None:
         _check_bound("max_seq_len", common.max_seq_len, lengths, "seq_lens")
-    if not common.query_start_loc.is_cpu or torch.compiler.is_compiling():
-        return
-    if common.query_start_loc is not starts:
-        _check_query_lens(common, common.query_start_loc)
-    if common.seq_lens is not lengths:
-        _check_bound("max_seq_len", common.max_seq_len, common.seq_lens, "seq_lens")
+    own = common.query_start_loc
+    if own.is_cpu and own is not starts and not torch.compiler.is_compiling():
+        _check_query_lens(common, own)
 
 
 def _check_query_lens(common: CommonAttentionMetadata, starts: torch.Tensor) -> None:
