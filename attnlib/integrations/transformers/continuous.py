@@ -30,7 +30,13 @@ from attnlib.integrations.transformers.continuous_batch import (
     lengths_of,
     placement,
 )
-from attnlib.integrations.transformers.layers import Call, builder_for, layer_for, layer_name
+from attnlib.integrations.transformers.layers import (
+    Call,
+    builder_for,
+    is_capturing,
+    layer_for,
+    layer_name,
+)
 from attnlib.integrations.transformers.paged_calls import LOCAL, Updates, check_states, keep_update
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.storage import (
@@ -168,7 +174,7 @@ def _step_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Step:
     """
     session = _sessions.setdefault(cache, _Session())
     starts: torch.Tensor = kwargs["cu_seq_lens_q"]
-    capturing = starts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing(starts.device)
     step = session.step
     if (
         step is None

@@ -32,6 +32,7 @@ __all__ = [
     "Call",
     "builder_for",
     "current_stream",
+    "is_capturing",
     "is_transient",
     "layer_for",
     "layer_name",
@@ -197,6 +198,11 @@ def transient() -> Iterator[None]:
 def is_transient() -> bool:
     """Whether this thread is inside of `transient`."""
     return bool(getattr(_local, "transient", False))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

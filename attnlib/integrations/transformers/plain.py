@@ -30,6 +30,7 @@ from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.growing_cache import note_served
 from attnlib.integrations.transformers.layers import (
     Call,
+    is_capturing,
     is_transient,
     layer_for,
     transient,
@@ -82,7 +83,7 @@ def attend_plain(
         ContractError: the mask does not fit the queries and keys.
         UnsupportedConfigError: the backend that the user requires cannot serve the call.
     """
-    if _is_capturing(call.query.device) and not is_transient():
+    if is_capturing(call.query.device) and not is_transient():
         with transient():
             return attend_plain(call, mask, bias, kwargs)
     found = read_mask(mask) if not is_transient() or isinstance(mask, MaskTensor) else mask
@@ -228,7 +229,3 @@ def _is_uniform(step: StepMask, bias: torch.Tensor | None) -> bool:
     """Whether the sizes of a call tell all lengths, without a value that is on the device."""
     segments = step.pattern is not None and step.pattern.segments is not None
     return bias is None and step.attention_mask is None and not segments
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

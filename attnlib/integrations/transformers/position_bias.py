@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnlib.integrations.transformers.layers import Call
+from attnlib.integrations.transformers.layers import Call, is_capturing
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
@@ -71,7 +71,7 @@ def is_by_distance(call: Call, step: StepMask, bias: torch.Tensor) -> bool:
         return False  # distances to keys of another sequence
     if bias.shape[2] == 1:
         # Every bias of one query depends on the distance. Padding has to be read.
-        return step.attention_mask is None and not _is_capturing(bias.device)
+        return step.attention_mask is None and not is_capturing(bias.device)
     if not _may_read(bias) or not _read(bias).by_distance:
         return False
     return keeps_distances(step)
@@ -133,7 +133,7 @@ def _function(max_distance: int) -> ScoreFunction:
 
 
 def _may_read(bias: torch.Tensor) -> bool:
-    return bias.dim() == 4 and bias.shape[2] > 1 and not _is_capturing(bias.device)
+    return bias.dim() == 4 and bias.shape[2] > 1 and not is_capturing(bias.device)
 
 
 def _read(bias: torch.Tensor) -> _Read:
@@ -149,7 +149,3 @@ def _read(bias: torch.Tensor) -> _Read:
     known.insert(0, read)
     del known[_MAX_READ:]
     return read
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

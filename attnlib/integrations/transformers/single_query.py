@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlib.integrations.transformers.layers import current_stream
+from attnlib.integrations.transformers.layers import current_stream, is_capturing
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 
@@ -70,14 +70,14 @@ def counted_mask(pattern: Pattern | None, given: dict[str, Any]) -> torch.Tensor
 
 
 def _columns(batch: int, keys: int, device: torch.device | str, stream: int = 0) -> torch.Tensor:
-    """Columns of a mask `[B, 1, 1, S]`."""
-    sizes = (batch, keys, device, stream)
-    found = _kept_columns.get(sizes)
+    """Columns of a mask `[B, 1, 1, S]`. A graph has its own, as kept ones are dropped."""
+    sizes, captures = (batch, keys, device, stream), is_capturing(torch.device(device))
+    found = None if captures else _kept_columns.get(sizes)
     if found is None:
         with torch.inference_mode(False):
             found = torch.arange(keys, device=device).repeat(batch, 1, 1, 1)
-        if found.is_cuda and torch.cuda.is_current_stream_capturing():
-            return found  # its memory belongs to the graph
+        if captures:
+            return found
         if len(_kept_columns) >= _MAX_COLUMNS:
             _kept_columns.clear()
         _kept_columns[sizes] = found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from attnlib.integrations.transformers import single_query
 from attnlib.integrations.transformers.patterns import Pattern, recognize
 from attnlib.integrations.transformers.single_query import counted_mask, single_query_mask
 from attnlib.integrations.transformers.step_mask import StepMask
@@ -58,6 +59,18 @@ def test_the_mask_of_a_query_whose_position_is_on_the_device(
     assert found is not None and torch.equal(found, masking_utils.sdpa_mask(**given))
     most = 1 + (begin > 0) + (keep is not None) + (padding == "shorter" and position < 11)
     assert len(operations.names) == most + (3 if window == 4 else 0), operations.names
+
+
+def test_columns_of_a_recorded_mask_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would read the memory of kept columns after other sizes have replaced them."""
+    sizes = 2, 13, torch.device("cpu")
+    kept = single_query._columns(*sizes)
+    assert single_query._columns(*sizes) is kept
+    monkeypatch.setattr(single_query, "is_capturing", lambda device: True)
+    recorded = single_query._columns(*sizes)
+    assert recorded is not kept and torch.equal(recorded, kept)
+    monkeypatch.undo()
+    assert single_query._columns(*sizes) is kept
 
 
 def test_masks_that_are_more_than_causality_are_evaluated() -> None:
