@@ -25,6 +25,7 @@ from attnlib.layer.scales import agree_on_scales, calculate_scales
 from attnlib.layer.tensor_checks import check_output_memory, check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
+from attnlib.ops.checks import check_writable
 from attnlib.ops.signature import tensor_check
 from attnlib.score_functions.query_tensors import QueryTensors
 
@@ -205,6 +206,7 @@ def _check(
         if call.extra is not None:
             check_extra_values(spec, call)
     if call.output is not None:
+        check_writable(output=call.output)  # before keys are written
         inputs = (query,) if cache is None else (query, cache.key_cache, cache.value_cache)
         own = call.output.untyped_storage()
         begin, end = own.data_ptr(), own.data_ptr() + own.nbytes()

@@ -7,6 +7,7 @@ import torch
 from attnlib.cache.overlap import same_memory, tensors_overlap
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
+from attnlib.ops.checks import check_writable
 
 __all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place", "refuse_negated"]
 
@@ -35,10 +36,12 @@ def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None
     on addresses.
 
     Raises:
-        ContractError: they have memory in common, or the output is no tensor.
+        ContractError: they have memory in common, or the output is no tensor or, outside of
+            inference mode, was made in it.
     """
     if not isinstance(output, torch.Tensor):
         raise _type_error("output", output)
+    check_writable(output=output)
     start = output.data_ptr()
     for name, tensor in inputs.items():
         if tensor is None:

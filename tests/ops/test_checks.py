@@ -93,3 +93,36 @@ def test_states_in_other_memory_are_refused_before_a_step() -> None:
     with torch.inference_mode():
         layer(*layer.convolve(x, cache, metadata).split([32, 32, 64], 1), *gates, cache, metadata)
     assert memory[1].any()
+
+
+def test_outputs_of_inference_mode_are_refused_before_a_write() -> None:
+    layer = attnlib.Attention(SPEC, backend="torch", device="cpu")
+    cache = attnlib.PagedKVCache.allocate(SPEC, 2, "cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([2], [2], [[1]], 16, "cpu")
+    metadata = layer.backend.make_builder(SPEC, "cpu").build(0, common)
+    query, key = torch.randn(2, 64), torch.randn(2, 32)
+    with torch.inference_mode():
+        output = torch.empty(2, 64)
+    refused = pytest.raises(ContractError, match="memory of output was made in torch.inference_m")
+    with torch.no_grad(), refused:
+        layer(query, key, key, cache, metadata, output=output)
+    assert not cache.key_cache.any()
+
+
+def test_outputs_of_steps_in_inference_mode_are_refused_before_the_window_moves() -> None:
+    layer = attnlib.StateLayer(
+        STATES, backend="torch", conv_weight=torch.randn(128, 4), device="cpu"
+    )
+    cache = attnlib.StateCache.allocate(layer.spec, 2, device="cpu")
+    common = attnlib.CommonAttentionMetadata.from_lengths([3], [3], device="cpu", state_slots=[1])
+    metadata = layer.backend.make_builder(layer.spec, "cpu").build(0, common)
+    x, gates = torch.randn(3, 128), (-torch.rand(3, 4), torch.rand(3, 4))
+    with torch.inference_mode():
+        window, output = torch.empty(3, 128), torch.empty(3, 64)
+    before = cache.memory.clone()
+    refused = pytest.raises(ContractError, match="memory of output was made in torch.inference_m")
+    with torch.no_grad(), refused:
+        layer.convolve(x, cache, metadata, output=window)
+    with torch.no_grad(), refused:
+        layer(*x.split([32, 32, 64], 1), *gates, cache, metadata, output=output)
+    assert torch.equal(cache.memory, before)
