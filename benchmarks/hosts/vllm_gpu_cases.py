@@ -29,6 +29,12 @@ def _graphs(mode: str) -> dict[str, Any]:
     return {"enforce_eager": False, "compilation_config": config}
 
 
+def _backend(name: str) -> dict[str, str]:
+    """Arguments that select a backend; attnlib, whose name depends on the release, is the default
+    of `run_engine.py`."""
+    return {} if name == "CUSTOM" else {"attention_backend": name}
+
+
 def cases(models: Path) -> dict[str, Any]:
     """Name -> case."""
     plain: dict[str, dict[str, Any]] = {
@@ -46,14 +52,13 @@ def cases(models: Path) -> dict[str, Any]:
     for backend in ("CUSTOM", "FLASH_ATTN"):
         found[f"float16 ngram {backend}"] = {
             "model": str(models / "loops"), "new_tokens": 200, "leads": True,
-            "arguments": {"speculative_config": _NGRAM, "attention_backend": backend,
+            "arguments": {"speculative_config": _NGRAM, **_backend(backend),
                           "dtype": "float16", "disable_log_stats": False,
                           **_graphs("FULL_DECODE_ONLY")},
         }  # fmt: skip
         found[f"bfloat16 {backend}"] = {
             "model": str(models / "llama"), "new_tokens": 64, "leads": True,
-            "arguments": {"attention_backend": backend, "dtype": "bfloat16",
-                          **_graphs("FULL_DECODE_ONLY")},
+            "arguments": {**_backend(backend), "dtype": "bfloat16", **_graphs("FULL_DECODE_ONLY")},
         }  # fmt: skip
     return found
 
@@ -79,7 +84,7 @@ def divided(models: Path, gpus: int) -> dict[str, Any]:
         name = {"FLASH_ATTN": "FLASH_ATTN_MLA"}.get(backend, backend)
         found[f"latent context parallel {backend}"] = {
             "model": str(models / "deepseek"), "new_tokens": 64, "leads": True,
-            "arguments": {**latents, "attention_backend": name, "dtype": "bfloat16"},
+            "arguments": {**latents, **_backend(name), "dtype": "bfloat16"},
         }  # fmt: skip
     return found
 
@@ -96,13 +101,12 @@ def latent(models: Path) -> dict[str, Any]:
         for short, backend in backends.items():
             found[f"latent {name} {short}"] = {
                 "model": str(models / "deepseek"), "new_tokens": 64, "leads": True,
-                "arguments": {"attention_backend": backend, "dtype": "bfloat16",
-                              "block_size": 64, **more},
+                "arguments": {**_backend(backend), "dtype": "bfloat16", "block_size": 64, **more},
             }  # fmt: skip
     for short, backend in backends.items():
         found[f"latent long {short}"] = {
             "model": str(models / "deepseek"), "new_tokens": 64, "leads": True, "times": 6,
-            "arguments": {"attention_backend": backend, "dtype": "bfloat16", "block_size": 64,
+            "arguments": {**_backend(backend), "dtype": "bfloat16", "block_size": 64,
                           "max_model_len": 1024, "max_num_batched_tokens": 1024,
                           "kv_cache_memory_bytes": 64 << 20,
                           **_graphs("FULL_DECODE_ONLY")},

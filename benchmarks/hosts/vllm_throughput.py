@@ -21,7 +21,8 @@ that vLLM's monitor saw compiled, or found on disk, while the engine served; `en
 not include `import_s`, the import of vLLM. --start-parts writes where a start spends its time.
 
 Engines that run at once with one file as --turns make one call at a time, in turn, so that what
-else happens to the machine happens to all; --cache-gib keeps them from measuring its memory.
+else happens to the machine happens to all, and no call while one of them starts; --cache-gib keeps
+them from measuring its memory.
 """
 
 from __future__ import annotations
@@ -136,22 +137,24 @@ class Engine:
         backend = _own_name() if arguments.backend == "CUSTOM" else arguments.backend
         if arguments.joined_write:
             _join_writes()
-        parts = StartParts() if arguments.start_parts else None
-        start = time.perf_counter()
-        self._llm = LLM(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-            enforce_eager=arguments.mode == "eager", max_model_len=arguments.max_model_len,
-            max_num_seqs=128, max_num_batched_tokens=8192,
-            gpu_memory_utilization=arguments.memory, attention_backend=backend,
-            kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
-            disable_log_stats=not arguments.n_grams, seed=0, tensor_parallel_size=arguments.gpus,
-            decode_context_parallel_size=arguments.context_parallel,
-            jit_monitor_mode=arguments.jit_monitor, **more,
-        )  # fmt: skip
+        self._turns = arguments.turns
+        with self._turn(fcntl.LOCK_SH):
+            parts = StartParts() if arguments.start_parts else None
+            start = time.perf_counter()
+            self._llm = LLM(
+                model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                enforce_eager=arguments.mode == "eager", max_model_len=arguments.max_model_len,
+                max_num_seqs=128, max_num_batched_tokens=8192,
+                gpu_memory_utilization=arguments.memory, attention_backend=backend,
+                kv_cache_dtype=arguments.kv_cache_dtype, enable_prefix_caching=True,
+                disable_log_stats=not arguments.n_grams, seed=0,
+                tensor_parallel_size=arguments.gpus,
+                decode_context_parallel_size=arguments.context_parallel,
+                jit_monitor_mode=arguments.jit_monitor, **more,
+            )  # fmt: skip
+            self.start_s = time.perf_counter() - start
         self._sampling = SamplingParams
         self._ends: list[float] = []
-        self._turns = arguments.turns
-        self.start_s = time.perf_counter() - start
         self._time_steps()
         if parts is not None:
             parts.write(arguments.start_parts)
@@ -179,13 +182,13 @@ class Engine:
             return outputs, time.perf_counter() - start
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """While no other engine has its turn."""
+    def _turn(self, lock: int = fcntl.LOCK_EX) -> Iterator[None]:
+        """While no other engine has its turn; engines that start share one."""
         if self._turns is None:
             yield
             return
         with self._turns.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, lock)
             yield
 
     def cache_tokens(self) -> int:
