@@ -92,7 +92,7 @@ def prepare_hopper_decode(
         numbers=call_numbers(call, sizes.num_blocks, sizes.rows),
         combine_tail=(
             *(call.batch.num_decodes, sizes.rows),
-            *(*call.out.stride()[:2], call.lse_stride, None),
+            *(*call.out.stride()[:2], call.lse_stride, None, None),
         ),
         lse_offset=num_partials * sizes.head_size_v,
         header_offset=num_partials * (sizes.head_size_v + 1),

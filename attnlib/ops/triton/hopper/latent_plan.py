@@ -38,6 +38,11 @@ _LEAST_TILES = 2
 """Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
+_MOST_TOKENS = 32
+"""Tokens of a program that combines splits, where most requests have one."""
+_PROGRAMS_PER_SM = 4
+"""Programs of a multiprocessor there: as many as it has registers for. All of them wait for the
+last split, and others would begin after them."""
 
 
 def latent_decode_workspace_bytes(
@@ -70,12 +75,13 @@ def _combine_tile(
     """
     num_reqs, num_tokens = map(triton.next_power_of_2, (num_reqs, num_tokens))
     num_rows, group = num_tokens * num_heads, num_heads // latent_head_blocks(num_heads)
-    if num_ranges is None or num_rows > _FEW_RESULTS:
-        # Most programs of many requests only see that there is one split: fewer take less time.
-        warps = 4 if num_ranges is None or 2 * num_reqs <= num_ranges else 8
-        heads = min(warps, triton.next_power_of_2(group))
-        return {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": warps}
     blocks = triton.cdiv(max(1, num_tokens // num_reqs), LATENT_ROWS // group)
+    if num_ranges is None or num_rows > _FEW_RESULTS:
+        heads = min(4, triton.next_power_of_2(group))
+        tile = {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 4}
+        # Most programs of many requests would only see that there is one split.
+        most_are_whole = num_ranges is not None and 2 * num_reqs > num_ranges // blocks
+        return {**tile, "TOKENS": _MOST_TOKENS} if most_are_whole else tile
     splits = num_ranges // (num_reqs * blocks) + 2
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
@@ -111,13 +117,13 @@ def prepare_latent_decode(
     (left, right), is_quantized = params.window, call.value.dtype.itemsize == 1
     packed = call.value.dtype != key.dtype
     grid = LatentGrid.of(call, max_query_len, max_ctas or call.limits.num_sms, is_prefill)
-    rows, blocks = grid.rows, grid.blocks
+    rows, blocks, tokens = grid.rows, grid.blocks, call.num_tokens
     tile = tile or choose_latent_tile(rows, blocks, is_quantized, packed, keys_per_sm)
     num_ranges, combine, workspace = grid.ctas * tile.ranges, None, 0
     if not grid.whole:
         ranges = None if is_prefill else grid.ranges * tile.ranges
         combine = _combine_launch(call, grid.group, ranges)
-        workspace = _workspace_bytes(num_ranges, rows, call.num_tokens * grid.head_blocks)
+        workspace = _workspace_bytes(num_ranges, rows, tokens * grid.head_blocks)
     num_partials, (size, size_v) = 2 * num_ranges * rows, shape.head_sizes
     by_address = packed or tile.converts
     dense = None if tile.swaps else (key.stride(1) == size) * key.stride(0)
@@ -140,7 +146,7 @@ def prepare_latent_decode(
             *(key.shape[0], rows, *query.stride()[:2], *out.stride()[:2]),
             *(call.lse_stride, call.table_stride),
         ),
-        combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride, blocks),
+        combine_tail=(call.num_reqs, rows, *out.stride()[:2], call.lse_stride, blocks, tokens),
         lse_offset=num_partials * size_v,
         header_offset=num_partials * (size_v + 1),
         workspace_bytes=workspace,
@@ -221,6 +227,10 @@ def _combine_launch(call: AttentionCall, group: int, num_ranges: int | None) -> 
         "launch_pdl": True,
         **tile,
     }
-    programs = triton.cdiv(group, tile["HEADS"]) * tile["PARTS"]
-    grid = (call.num_tokens, num_heads // group, programs)
-    return BoundLaunch(hopper_combine_kernel, grid, options)
+    head_blocks, programs = num_heads // group, triton.cdiv(group, tile["HEADS"]) * tile["PARTS"]
+    parts = call.num_tokens
+    if "TOKENS" in tile:
+        resident = _PROGRAMS_PER_SM * call.limits.num_sms // (head_blocks * programs)
+        each = triton.cdiv(parts, max(1, resident, triton.cdiv(parts, tile["TOKENS"])))
+        parts = triton.cdiv(parts, each)
+    return BoundLaunch(hopper_combine_kernel, (parts, head_blocks, programs), options)

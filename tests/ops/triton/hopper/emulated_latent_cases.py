@@ -112,6 +112,10 @@ CASES: dict[str, dict[str, Any]] = {
     "64 heads, 2 tokens, ranges of one pair": {
         "batch": "q2s300_q2s5", "heads": 64, "ctas": 16, "sinks": True,
     },
+    "128 heads, many requests, sinks": {
+        "batch": "12q1s140_5q1s300_q0s9_q1s70", "heads": 128, "sinks": True, "ctas": 6,
+    },
+    "32 heads, 4 tokens, many requests": {"batch": "9q4s300_3q3s70", "heads": 32, "ctas": 4},
     "96 heads, 2 tokens, sinks": {"batch": "q2s200_q1s70", "heads": 96, "sinks": True, "ctas": 4},
     "32 heads": {
         "batch": "2q1s300_q1s65", "heads": 32, "tile": COLUMNS_32,

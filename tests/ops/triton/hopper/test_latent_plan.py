@@ -60,6 +60,18 @@ def test_few_requests_load_many_splits_together() -> None:
     assert (many["STEP"], many["PARTS"], many["num_warps"]) == (8, 1, 2)
 
 
+def test_programs_of_whole_requests_look_at_several_tokens() -> None:
+    """Ranges of a block of query rows: 132, 66, 33 and 16, of which each has at most two requests
+    on average where programs have one token."""
+    tiles = [
+        (_tile(66, 66, 64), _tile(64, 64, 64)),
+        (_tile(64, 64, 128), _tile(32, 32, 128)),
+        (_tile(32, 128, 64), _tile(16, 64, 64)),
+        (_tile(16, 64, 128), _tile(8, 32, 128)),
+    ]
+    assert [("TOKENS" in many, "TOKENS" in few) for many, few in tiles] == [(True, False)] * 4
+
+
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 8])
 @pytest.mark.parametrize("heads", [1, 5, 16, 20, 32, 64, 128])

@@ -142,7 +142,9 @@ def clear_rows(outputs, batch, num_tokens, worker, num_workers, config):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt", "apart"],
+    do_not_specialize=[
+        *("num_reqs", "rows", "stride_ot", "stride_oh", "stride_lt", "apart", "num_tokens"),
+    ],
     do_not_specialize_on_alignment=[
         "sinks",
         "lse",
@@ -165,6 +167,7 @@ def hopper_combine_kernel(
     stride_oh,
     stride_lt,
     apart,
+    num_tokens,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -175,86 +178,102 @@ def hopper_combine_kernel(
     HAS_LSE: tl.constexpr,
     PARTS: tl.constexpr = 1,
     V_SIGNS: tl.constexpr = 0,
+    TOKENS: tl.constexpr = 1,
 ):
-    """Combine the splits of HEADS query heads of one token and KV head.
+    """Combine the splits of HEADS query heads of a KV head, of one token or several.
 
-    Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). Rows after the last request
-    become 0 (M6). `split_headers` is [token, KV head], written by the CTA that has the request's
-    first tile. Each of PARTS programs combines DV_PAD elements of the values. Consecutive splits of
-    a request are `apart` CTAs apart, None for NUM_KV_HEADS. V_SIGNS is that of `DecodeConfig`.
+    Grid: (tokens, KV heads, blocks of HEADS in a group times PARTS). With TOKENS, a power of 2, a
+    program has equal parts of `num_tokens`, of at most that many, and loads their headers at once.
+    Rows after the last request become 0 (M6). `split_headers` is [token, KV head], written by the
+    CTA that has the request's first tile. Each of PARTS programs combines DV_PAD elements of the
+    values. Consecutive splits of a request are `apart` CTAs apart, None for NUM_KV_HEADS. V_SIGNS
+    is that of `DecodeConfig`.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
     gdc_launch_dependents()
-    token = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    within = tl.program_id(2) // PARTS * HEADS + tl.arange(0, HEADS)
-    head = kv_head * GROUP + within
-    inside = within < GROUP
     if query_start_loc is None:
         num_rows = num_reqs
     else:
         num_rows = tl.load(query_start_loc + num_reqs)
-    header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
+    kv_head = tl.program_id(1)
+    within = tl.program_id(2) // PARTS * HEADS + tl.arange(0, HEADS)
+    head = kv_head * GROUP + within
+    inside = within < GROUP
     part = tl.program_id(2) % PARTS
     lanes = part * DV_PAD + tl.arange(0, DV_PAD)
-    offsets = (
-        token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
-    )
     mask = inside[:, None] & (lanes < DV)[None, :]
-    if token >= num_rows:
-        tl.store(
-            out + offsets, tl.zeros([HEADS, DV_PAD], tl.float32).to(out.dtype.element_ty), mask=mask
+    first = tl.program_id(0)
+    end = first + 1
+    if TOKENS > 1:
+        each = tl.cdiv(num_tokens, tl.num_programs(0))
+        first *= each
+        end = tl.minimum(first + each, num_tokens)
+        tokens = first + tl.arange(0, TOKENS)
+        places = split_headers + tokens * NUM_KV_HEADS + kv_head
+        headers = tl.load(places, mask=tokens < tl.minimum(end, num_rows), other=0)
+        # The decode kernel has written the outputs of single splits.
+        if (tl.max(headers & 511, 0) <= 1) & (end <= num_rows):
+            end = first
+    for token in range(first, end):
+        header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
+        offsets = (
+            token.to(tl.int64) * stride_ot + head.to(tl.int64)[:, None] * stride_oh + lanes[None, :]
         )
-        if HAS_LSE:
+        # Header: bits 0-8 number of splits, bits 9-14 the token's first row, from bit 15 the index
+        # of the request's first partial result.
+        num_splits = header & 511
+        if token >= num_rows:
             tl.store(
-                lse + token.to(tl.int64) * stride_lt + head,
-                tl.full([HEADS], float("-inf"), tl.float32),
-                mask=inside & (part == 0),
+                out + offsets,
+                tl.zeros([HEADS, DV_PAD], tl.float32).to(out.dtype.element_ty),
+                mask=mask,
             )
-        return
-    # Header: bits 0-8 number of splits, bits 9-14 the token's first row, from bit 15 the index of
-    # the request's first partial result.
-    num_splits = header & 511
-    if num_splits <= 1:
-        # The decode kernel has written the output.
-        return
-    row = (header >> 9 & 63) + within
-    first_partial = header >> 15
-    acc = tl.zeros([HEADS, DV_PAD], tl.float32)
-    row_max = tl.full([HEADS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([HEADS], tl.float32)
-    between = NUM_KV_HEADS if apart is None else apart
-    for base in range(0, num_splits, STEP):
-        split = base + tl.arange(0, STEP)
-        live = (split < num_splits)[:, None] & inside[None, :]
-        following = (first_partial // 2 + split * between) * 2
-        index = tl.where(split == 0, first_partial, following)[:, None] * rows + row[None, :]
-        split_lses = tl.load(partial_lses + index, mask=live, other=float("-inf"))
-        values = tl.load(
-            partials + index[:, :, None] * DV + lanes[None, None, :],
-            mask=live[:, :, None] & (lanes < DV)[None, None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(row_max, tl.max(split_lses, 0))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(split_lses - finite_max[None, :])
-        acc_scale = tl.exp2(row_max - finite_max)
-        acc = acc * acc_scale[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        row_sum = row_sum * acc_scale + tl.sum(weights, 0)
-        row_max = new_max
-    sink = tl.zeros([HEADS], tl.float32)
-    if HAS_SINK:
-        sink += tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
-    factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
-    target = out + offsets
-    result = (acc * factor[:, None]).to(out.dtype.element_ty)
-    if V_SIGNS:
-        result = turned_back(result, lanes, V_SIGNS, DV, result.dtype)
-    tl.store(target, result, mask=mask)
-    if HAS_LSE:
-        tl.store(
-            lse + token.to(tl.int64) * stride_lt + head,
-            base2_lse * 0.6931471805599453,
-            mask=inside & (part == 0),
-        )
+            if HAS_LSE:
+                tl.store(
+                    lse + token.to(tl.int64) * stride_lt + head,
+                    tl.full([HEADS], float("-inf"), tl.float32),
+                    mask=inside & (part == 0),
+                )
+        elif num_splits > 1:
+            row = (header >> 9 & 63) + within
+            first_partial = header >> 15
+            acc = tl.zeros([HEADS, DV_PAD], tl.float32)
+            row_max = tl.full([HEADS], float("-inf"), tl.float32)
+            row_sum = tl.zeros([HEADS], tl.float32)
+            between = NUM_KV_HEADS if apart is None else apart
+            for base in range(0, num_splits, STEP):
+                split = base + tl.arange(0, STEP)
+                live = (split < num_splits)[:, None] & inside[None, :]
+                following = (first_partial // 2 + split * between) * 2
+                index = (
+                    tl.where(split == 0, first_partial, following)[:, None] * rows + row[None, :]
+                )
+                split_lses = tl.load(partial_lses + index, mask=live, other=float("-inf"))
+                values = tl.load(
+                    partials + index[:, :, None] * DV + lanes[None, None, :],
+                    mask=live[:, :, None] & (lanes < DV)[None, None, :],
+                    other=0.0,
+                )
+                new_max = tl.maximum(row_max, tl.max(split_lses, 0))
+                finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+                weights = tl.exp2(split_lses - finite_max[None, :])
+                acc_scale = tl.exp2(row_max - finite_max)
+                acc = acc * acc_scale[:, None] + tl.sum(weights[:, :, None] * values, 0)
+                row_sum = row_sum * acc_scale + tl.sum(weights, 0)
+                row_max = new_max
+            sink = tl.zeros([HEADS], tl.float32)
+            if HAS_SINK:
+                sink += tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
+            factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
+            target = out + offsets
+            result = (acc * factor[:, None]).to(out.dtype.element_ty)
+            if V_SIGNS:
+                result = turned_back(result, lanes, V_SIGNS, DV, result.dtype)
+            tl.store(target, result, mask=mask)
+            if HAS_LSE:
+                tl.store(
+                    lse + token.to(tl.int64) * stride_lt + head,
+                    base2_lse * 0.6931471805599453,
+                    mask=inside & (part == 0),
+                )

@@ -7,8 +7,11 @@ with other sequence lengths.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels.ranges import add
+
 __all__ = [
     "bounded_tiles",
+    "find_split_tile",
     "find_tile",
 ]
 
@@ -53,6 +56,42 @@ def find_tile(
     start = gl.load(query_start_loc + request)
     first_token = (tile - (start // TILE_TOKENS + PARTIAL * request)) * TILE_TOKENS
     return request, start, first_token, kv_head
+
+
+@gluon.jit
+def find_split_tile(
+    number,
+    query_start_loc,
+    num_reqs,
+    HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+):
+    """Return the same as `find_tile` where the query tiles of all requests follow each other, and
+    then those of the rows after the last request.
+
+    Tiles without rows have the last numbers. Where keys are divided, all others begin at once:
+    the CTAs would otherwise claim them one after the other.
+    """
+    tile = number // HEADS
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    request = 0
+    before = 0
+    seen = 0
+    for base in range(0, num_reqs, LANES):
+        lanes = base + gl.arange(0, LANES, layout)
+        mask = lanes < num_reqs
+        starts = gl.load(query_start_loc + lanes, mask=mask, other=0)
+        ends = gl.load(query_start_loc + lanes + 1, mask=mask, other=0)
+        tiles = (ends - starts + TILE_TOKENS - 1) // TILE_TOKENS
+        last_tiles = seen + gl.associative_scan(tiles, 0, add)
+        past = mask & (last_tiles <= tile)
+        request += gl.sum(past.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(past, last_tiles, 0), 0))
+        seen += gl.sum(tiles, 0)
+    start = gl.load(query_start_loc + request)
+    return request, start, (tile - before) * TILE_TOKENS, number % HEADS
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate
 
 __all__ = [
     "TileRange",
+    "add",
     "even_begin",
     "even_index",
     "even_worker_range",
@@ -24,7 +25,8 @@ __all__ = [
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
+    """Return a + b, for scans."""
     return a + b
 
 
@@ -136,7 +138,7 @@ def _first_request(
         lanes = gl.arange(0, LANES, layout)
         tiles = keys.count(lanes, lanes < num_reqs)
         tiles += gl.where(tiles > 0, gap, 0)
-        ends = gl.associative_scan(tiles, 0, _add)
+        ends = gl.associative_scan(tiles, 0, add)
         total = gl.max(ends, 0)
         if LEAST > 0:
             longest = gl.max(tiles, 0)
@@ -159,7 +161,7 @@ def _first_request(
             lanes = base + gl.arange(0, LANES, layout)
             tiles = keys.count(lanes, lanes < num_reqs)
             tiles += gl.where(tiles > 0, gap, 0)
-            ends = seen + gl.associative_scan(tiles, 0, _add)
+            ends = seen + gl.associative_scan(tiles, 0, add)
             past = (ends <= begin) & (lanes < num_reqs)
             request += gl.sum(past.to(gl.int32), 0)
             before = gl.maximum(before, gl.max(gl.where(past, ends, 0), 0))

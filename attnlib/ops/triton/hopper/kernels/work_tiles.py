@@ -4,7 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.mailbox import TileRanges, WorkTile
-from attnlib.ops.triton.hopper.kernels.query_tiles import bounded_tiles, find_tile
+from attnlib.ops.triton.hopper.kernels.query_tiles import (
+    bounded_tiles,
+    find_split_tile,
+    find_tile,
+)
 
 __all__ = ["find_ranges", "find_work", "last_work"]
 
@@ -12,16 +16,26 @@ __all__ = ["find_ranges", "find_work", "last_work"]
 @gluon.jit
 def find_work(call, number, ALIGNED: gl.constexpr):
     """Return (request, start, first_token, kv_head, query_len, seq_len) of a work tile."""
-    request, start, first_token, kv_head = find_tile(
-        number,
-        call.batch.query_start_loc,
-        call.batch.num_reqs,
-        call.num_tiles,
-        call.l2_heads,
-        call.config.NUM_KV_HEADS * call.config.SHARED,
-        call.config.TILE_TOKENS,
-        2 if ALIGNED else 1,
-    )
+    HEADS: gl.constexpr = call.config.NUM_KV_HEADS * call.config.SHARED
+    if call.config.SPLIT:
+        request, start, first_token, kv_head = find_split_tile(
+            number,
+            call.batch.query_start_loc,
+            call.batch.num_reqs,
+            HEADS,
+            call.config.TILE_TOKENS,
+        )
+    else:
+        request, start, first_token, kv_head = find_tile(
+            number,
+            call.batch.query_start_loc,
+            call.batch.num_reqs,
+            call.num_tiles,
+            call.l2_heads,
+            HEADS,
+            call.config.TILE_TOKENS,
+            2 if ALIGNED else 1,
+        )
     query_len = call.num_tokens - start
     seq_len = 0
     if request < call.batch.num_reqs:
