@@ -130,6 +130,12 @@ class AttentionMetadata:
         """What the fields of a subclass say about the batch, for layers and tools."""
         return FoundFacts.of(self)
 
+    def behind_queries(self) -> AttentionMetadata:
+        """This batch, for calls behind a kernel that writes nothing but their queries and lets
+        others start only after all earlier kernels have ended: keys may be read while it runs. By
+        default this batch itself."""
+        return self
+
     @property
     def prefill_metadata(self) -> AttentionMetadata | None:
         """The prefill part as a batch, or None; by default the whole batch."""

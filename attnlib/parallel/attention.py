@@ -208,23 +208,23 @@ class ParallelAttention(nn.Module):
         has_state = self._attend_new(call, cache, metadata, out, own_lse)
         if metadata.cached is not None:
             queries = self.exchange.gather_heads(own)
-            partial, partial_lse = self.attend_cached(queries, cache, metadata)
-            into = out, own_lse, self.sinks
+            found = self.attend_cached(queries, cache, metadata, self.exchange.fits(tokens))
             self.exchange.combine(
-                partial, partial_lse, metadata.merge_rows, *into, has_state=has_state
+                *found, metadata.merge_rows, out, own_lse, self.sinks, has_state=has_state
             )
         elif self.sinks is not None:
             self.exchange.add_sinks(out, own_lse, self.sinks)
         return result, lse
 
     def attend_cached(
-        self, queries: Tensor, cache: PagedKVCache, metadata: ParallelMetadata
+        self, queries: Tensor, cache: PagedKVCache, metadata: ParallelMetadata, early: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The state of the query heads of all ranks, `[T, world_size * Hq, D]`, over this rank's
-        keys: output and LSE, -inf for tokens that see none of them. Nothing is exchanged."""
+        keys, and LSEs. Nothing is exchanged. `early` is between the kernels of one by memory."""
         layer = self.context if metadata.over_context else self.cached
-        assert layer is not None and metadata.cached is not None
-        out, lse = layer(queries, None, None, cache, metadata.cached, True)
+        batch = metadata.behind_queries if early else metadata.cached
+        assert layer is not None and batch is not None
+        out, lse = layer(queries, None, None, cache, batch, True)
         if metadata.empty is not None:
             lse[: len(metadata.empty)].masked_fill_(metadata.empty[:, None], -torch.inf)
         return out, lse

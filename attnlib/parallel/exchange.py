@@ -91,7 +91,7 @@ class Exchange:
         Args:
             query: `[T, Hq, D]` of this rank.
         """
-        if self._fits(query.shape[0]):
+        if self.fits(query.shape[0]):
             share = operation("peer_words", "share_words", query)
             rows = query.reshape(query.shape[0] * self._kv_heads, -1).contiguous()
             shared: Tensor = share(rows, self._peers)
@@ -133,7 +133,7 @@ class Exchange:
             sinks: `[Hq]`, counted here once (M4), or None.
             has_state: whether `output` and `lse` hold a state; otherwise they may hold anything.
         """
-        if self._fits(output.shape[0]) and not has_state:
+        if self.fits(output.shape[0]) and not has_state:
             merge = operation("peer_words", "merge_words", output)
             given = (partial, partial_lse, output, lse, self._peers)
             merge(*given, num_kv_heads=self._kv_heads, sinks=sinks)
@@ -167,8 +167,8 @@ class Exchange:
         sizes = (self._kv_heads, self.group.world_size, self._per_kv, partial.shape[2])
         return partial.reshape(partial.shape[0], *sizes).permute(2, 0, 1, 3, 4)
 
-    def _fits(self, tokens: int) -> bool:
-        """Whether an exchange goes through the buffers; equal on all ranks."""
+    def fits(self, tokens: int) -> bool:
+        """Whether an exchange of a batch goes through the buffers; equal on all ranks."""
         peers = self._peers
         return peers is not None and peers.fit(tokens, self._kv_heads, self._heads, self._sizes)
 
@@ -179,7 +179,7 @@ class Exchange:
         Args:
             most: tokens of the largest batch.
         """
-        largest = next((tokens for tokens in range(most, 0, -1) if self._fits(tokens)), 0)
+        largest = next((tokens for tokens in range(most, 0, -1) if self.fits(tokens)), 0)
         return sorted({1, largest}) if largest else []
 
     def _reduce(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,11 @@ class ParallelMetadata:
 
     def __post_init__(self) -> None:
         self.handle = register_tensor_id(self)  # for torch.compile
+
+    @functools.cached_property
+    def behind_queries(self) -> AttentionMetadata | None:
+        """`cached` for calls between the two kernels of an exchange by memory."""
+        return None if self.cached is None else self.cached.behind_queries()
 
 
 def divided_batch(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from attnlib.errors import ContractError, RankLostError, UnsupportedConfigError
+from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.triton.kernels import peer_waits, peer_words
 from attnlib.ops.triton.peer_words import merge_words, share_words
@@ -61,11 +62,12 @@ def yielding(late: Any) -> Any:
 def peer_memory(group: RankGroup) -> str:
     """Decodes, verifications and prefills; the state over new tokens of a mixed batch is merged
     with what messages bring."""
-    buffers = shared_buffers(group)
+    buffers, overlapping = shared_buffers(group), []
     with (
         mock.patch.object(RankGroup, "peers", lambda *_: buffers),
         mock.patch.object(exchange, "operation", by_memory),
         mock.patch.object(peer_words, "_late", yielding(peer_words._late)),
+        mock.patch.object(AttentionMetadata, "behind_queries", overlapping_with(overlapping)),
     ):
         for spec in ({"has_sink": True}, LATENT):
             run = Run(Problem(spec, options={"exchange": "peer_memory"}), group)
@@ -78,7 +80,18 @@ def peer_memory(group: RankGroup) -> str:
                     return f"{spec}, {name}: error {error:g}"
     # Of two layers, two warm-ups and four steps, one of which has a state over new tokens.
     runs = [int(each.max()) for each in (buffers.share_counts, buffers.merge_counts)]
-    return "" if runs == [12, 10] else f"{runs} exchanges of queries and results"
+    runs.append(len(overlapping))  # no warm-up does
+    return "" if runs == [12, 10, 8] else f"{runs} exchanges of queries and results, overlaps"
+
+
+def overlapping_with(found: list[Any]) -> Callable[[Any], Any]:
+    """In place of `AttentionMetadata.behind_queries`: notes the batch."""
+
+    def behind_queries(self: Any) -> Any:
+        found.append(self)
+        return self
+
+    return behind_queries
 
 
 def a_rank_ahead(group: RankGroup) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,11 +46,21 @@ class TritonMetadata(PagedMetadata):
             graph replays it with other lengths.
         counters: int32 zeros by which CTAs of the Hopper kernels distribute work and detect the
             last split of a request; None where no kernel needs them.
+        early: `BatchTensors.early` of the decodes.
     """
 
     scheduler: Scheduler
     workspace: torch.Tensor | None = None
     counters: torch.Tensor | None = None
+    early: bool = False
+
+    def behind_queries(self) -> TritonMetadata:
+        """See `AttentionMetadata.behind_queries`; of batches without prefills."""
+        if self.num_prefills:
+            return self
+        found = copy.copy(self)
+        found.early = True
+        return found
 
     @cached_property
     def decode_schedule(self) -> DecodeSchedule:

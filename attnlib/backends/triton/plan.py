@@ -207,6 +207,7 @@ def batch_of(metadata: TritonMetadata) -> Batch:
     if metadata.num_decodes:
         part = metadata.part_tensors(is_decode=True) if is_mixed else metadata
         decodes = BatchTensors.of_part(part, *shared, metadata.max_decode_query_len)
+        decodes = decodes._replace(early=metadata.early) if metadata.early else decodes
     if metadata.num_prefills or decodes is None:
         part = metadata.part_tensors(is_decode=False) if is_mixed else metadata
         prefills = BatchTensors.of_part(part, *shared, metadata.max_query_len)

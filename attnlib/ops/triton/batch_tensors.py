@@ -52,6 +52,9 @@ class BatchTensors(NamedTuple):
         max_seq_len: upper bound of the sequence lengths, in tokens.
         score_tensors: batch tensors of the score function, in its order.
         max_query_len: upper bound of the query lengths, in tokens.
+        early: the kernel that is launched before a decode writes nothing but its queries, and
+            lets it start only after all earlier kernels have ended. The decode may read keys, and
+            the other tensors of the batch, while that kernel runs.
     """
 
     query_start_loc: Tensor
@@ -64,6 +67,7 @@ class BatchTensors(NamedTuple):
     max_seq_len: int = 0
     score_tensors: tuple[Tensor, ...] = ()
     max_query_len: int = 0
+    early: bool = False
 
     @classmethod
     def of(
@@ -137,7 +141,7 @@ class BatchTensors(NamedTuple):
 
     def form(self) -> tuple[Any, ...]:
         """What a launch follows from in these tensors: dtypes, row counts and strides."""
-        starts, lens, table, flags, bias, _, counters, _, score_tensors, _ = self
+        starts, lens, table, flags, bias, _, counters, _, score_tensors, _, early = self
         return (  # one display: unpacking tuples into it would take as long as the rest
             starts.dtype,
             starts.shape,
@@ -150,6 +154,7 @@ class BatchTensors(NamedTuple):
             None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
             None if counters is None else (counters.dtype, counters.numel()),
             len(score_tensors),
+            early,
         )
 
     def length_class(self, cache: Tensor) -> int:

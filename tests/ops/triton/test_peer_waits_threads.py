@@ -17,11 +17,13 @@ FOLDER = Path(__file__).parents[3] / "attnlib" / "ops" / "triton"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_warps_leave_a_wait_together(target: str) -> None:
-    """A merge whose warps left one by one gave wrong results under load."""
+    """A merge whose warps left one by one gave wrong results under load. Nothing is read before
+    the kernel before has ended."""
     kernels = compile_in_process("tests.ops.triton.waiting_threads", target)
     assert [each["warps"] for each in kernels if "merge" in each["kernel"]] == [4, 2, 2]
     for kernel in kernels:
         assert kernel["loops"], kernel
+        assert kernel["overlaps"] == (target != "sm_80") and not kernel["reads_before"], kernel
         assert kernel["warps"] == 1 or not kernel["branches"], kernel
 
 

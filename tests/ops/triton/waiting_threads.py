@@ -74,9 +74,12 @@ def main(target: str) -> None:
             merge_words(*states, peers, num_kv_heads=1, sinks=None)
             for kernel in (launch.kernel for launch in launches):
                 found = divergent_branches(kernel.asm["ptx"])
+                before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
                 row = {
                     "warps": kernel.metadata.num_warps,
                     "loops": "ld.volatile" in kernel.asm["ptx"],
+                    "overlaps": bool(wait),
+                    "reads_before": bool(wait) and bool(re.search(r"ld\.(global|vol)", before)),
                 }
                 print(json.dumps({"kernel": kernel.metadata.name, **row, "branches": found}))
 

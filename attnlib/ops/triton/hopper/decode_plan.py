@@ -89,7 +89,7 @@ def prepare_hopper_decode(
         num_batch_tensors=len(call.batch.score_tensors),
         last_strides=gathered_strides(call.key, call.value) if gathered else _scale_strides(params),
         gathers=gathered,
-        numbers=call_numbers(call, sizes.num_blocks, sizes.rows),
+        numbers=(*call_numbers(call, sizes.num_blocks, sizes.rows), int(call.batch.early)),
         combine_tail=(
             *(call.batch.num_decodes, sizes.rows),
             *(*call.out.stride()[:2], call.lse_stride, None, None),

@@ -4,26 +4,33 @@ Every rank has a buffer of the same layout that the others can write. 4 bytes of
 word of 8, with the number of the exchange: a word is written at once, so whoever reads the number
 has the data, and a transfer takes one way between GPUs, without fences and flags.
 
-Each program has its own words in the buffers, whatever the sizes of a call, and counts its
-exchanges in memory, those that ended and those that began, for replays of a CUDA graph: a word with
-another number is an older one. An older word has the same number only after 2**32 exchanges of
-smaller heads, which leave it as it is. Programs with low ids start first and wait for those of the
-same rows only, so they need not all run at once.
+Each program has words of its own in the buffers and counts its exchanges in memory, those that
+ended and those that began, for replays of a CUDA graph: a word with another number is an older one.
+An older word has the same number only after 2**32 exchanges of smaller heads, which leave it as it
+is. Programs with low ids start first and wait for those of the same rows only, so not all need run
+at once.
 
 Odd and even exchanges have words of their own, so that words are written again only after they have
 been read: a rank begins exchange n + 2 of a program after n + 1, for which the other rank has begun
-its own n + 1, and thus ended the kernel of its n. This holds on one stream at a time. On two, both
-kernels may have the same number, and the one that begins later finds it begun.
+its own n + 1, and thus ended the kernel of its n. This holds on one stream. On two, both kernels
+may have the same number, and the later one finds it begun.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnlib.ops.triton.kernels.chunks import aligned
-from attnlib.ops.triton.kernels.peer_waits import QUERIES, RESULTS, TWICE, begun, stop_if, waited
+from attnlib.ops.triton.kernels.peer_waits import (
+    QUERIES,
+    RESULTS,
+    TWICE,
+    begun,
+    overlap,
+    stop_if,
+    waited,
+)
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
 
 __all__ = ["merge_words_kernel", "share_words_kernel"]
@@ -49,9 +56,8 @@ def _late(words, number, others=0):
 
 @triton.jit
 def _late_states(words, lses, number):
-    """`_late` of states `[ranks, lanes]` and LSEs `[ranks]`. Each warp loads all LSEs and may see
-    one before another does; the maximum of the states passes between warps and takes that along, so
-    that all leave a loop together."""
+    """`_late` of states and LSEs. Each warp loads all LSEs and may see one before another does; the
+    maximum of the states passes between warps and takes that along: all leave a loop together."""
     return _late(words, number, _late(lses, number))
 
 
@@ -79,11 +85,9 @@ def share_words_kernel(
     `distances` are those from this rank's buffer to the others, in bytes. `waits` as in
     `PeerBuffers`.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     block, peer = tl.program_id(0) // WORLD, tl.program_id(0) % WORLD
     counter = counts + 2 * tl.program_id(0)
+    overlap(counter, distances + peer, PDL)
     number = tl.load(counter) + 1
     blocks: tl.constexpr = (SIZE + LANES - 1) // LANES
     rows, lanes = tl.arange(0, ROWS), tl.arange(0, LANES)
@@ -176,11 +180,9 @@ def merge_words_kernel(
     Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
     an exchange with each rank and one for the LSE, and serves all ranks at once: loads overlap.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     program = tl.program_id(0)
     counter = counts + 2 * program
+    overlap(counter, distances, PDL)
     number = tl.load(counter) + 1
     token, head = (program // num_heads).to(tl.int64), program % num_heads
     peer, lanes = tl.arange(0, WORLD_PAD), tl.arange(0, LANES)
@@ -219,11 +221,9 @@ def merge_words_kernel(
     tl.store(counter, number)
     x = tl.where(own[:, None], x, found.to(tl.int32))
     part = tl.where(own, part, found_lse.to(tl.int32)).to(tl.float32, bitcast=True)
-    # Some kernels report +inf for rows without a key; it counts as -inf.
-    minus_inf = float("-inf")
+    minus_inf = float("-inf")  # some kernels report +inf for rows without a key
     part = tl.where(exists & (part != float("inf")), part, minus_inf)
-    top = tl.max(part, 0)
-    sink = minus_inf
+    top, sink = tl.max(part, 0), minus_inf
     if HAS_SINK:
         sink = tl.load(sinks + head).to(tl.float32)
         sink = tl.where(sink == float("inf"), float("nan"), sink)

@@ -69,6 +69,10 @@ def _four_bits(asm: str, args: Sequence[Any]) -> Any:
 
 def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: Any) -> Any:
     """The instructions that the kernels use, by their text."""
+    if "griddepcontrol.wait" in asm:
+        LOCAL.waited = True
+        for write in emulated_memory.LAST_WRITES:
+            write()
     if "griddepcontrol" in asm or "prefetch" in asm:
         return Tensor(torch.tensor(0))
     if asm.startswith("bar.sync 11"):

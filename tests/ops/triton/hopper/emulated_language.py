@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from tests.ops.triton.hopper.emulated_assembly import assembly
 from tests.ops.triton.hopper.emulated_memory import (
+    EARLY_LOADS,
     LOCAL,
     Barrier,
     Deadlock,
@@ -122,7 +123,7 @@ def _specialize(partitions: Any, warps: Sequence[int], registers: Any) -> None:
 
 def enter(cta: CTA, name: str, num_warps: int) -> None:
     LOCAL.cta, LOCAL.partition, LOCAL.num_warps = cta, name, num_warps
-    LOCAL.products = Products()
+    LOCAL.products, LOCAL.waited = Products(), False
 
 
 def _arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
@@ -130,6 +131,8 @@ def _arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None
 
 
 def _load_box(tensor_map: TensorMap, place: Any, barrier: Barrier, target: Memory) -> None:
+    if not LOCAL.waited:
+        EARLY_LOADS.add(LOCAL.partition.partition(" of ")[0])
     barrier.update(0, -tensor_map.load(place, target))
 
 

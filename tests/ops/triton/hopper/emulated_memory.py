@@ -14,7 +14,12 @@ __all__ = ["LOCAL", "Barrier", "Deadlock", "Memory", "Products", "QueryMap", "Te
 
 WAIT_SECONDS = 20.0
 LOCAL = threading.local()
-"""The CTA, name, warps and products of the partition that a thread runs."""
+"""The CTA, name, warps and products of the partition that a thread runs, and whether it has waited
+for the kernel before."""
+LAST_WRITES: list[Callable[[], None]] = []
+"""What the kernel before writes until a partition has waited for it."""
+EARLY_LOADS: set[str] = set()
+"""Partitions that loaded boxes before they waited for it."""
 
 
 class Deadlock(RuntimeError):

@@ -27,6 +27,7 @@ from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
 from tests.ops.triton.hopper.emulate import print_cases, run_emulated
+from tests.ops.triton.hopper.emulated_memory import EARLY_LOADS, LAST_WRITES
 
 __all__ = ["CASES", "emulate_case"]
 
@@ -124,6 +125,22 @@ CASES |= {
 }  # fmt: skip
 """Elements and scales after the end of a request are NaN or the largest bytes, and so are scales of
 values in front of a window."""
+CASES |= {
+    f"early, {name}": {
+        "batch": "q1s300_q1s70_q1s500", "keys": "auto", "values": None, "tile": DecodeTile(64, 3),
+        "early": ["partition 1", "partition 2"], **options,
+    }
+    for name, options in {
+        "bfloat16": {},
+        "bfloat16, combined": {"counters": True},
+        "int8, two consumers": {
+            **_ALL, "keys": INT8, "tile": DecodeTile(64, 3, 2),
+            "early": ["partition 2", "partition 4"],
+        },
+    }.items()
+}  # fmt: skip
+"""The kernel before writes the queries, which are NaN until the decode waits for it. The partitions
+that `early` names do not wait."""
 
 
 def _cache(
@@ -163,6 +180,7 @@ def emulate_case(name: str) -> dict[str, Any]:
         lse_error: the largest one of an LSE.
         finite: whether no output is NaN.
         padding: whether outputs after the last request are 0 and their LSEs -inf (M6).
+        early: partitions that load boxes before they wait for the kernel before, sorted.
     """
     options = dict(CASES[name])
     lengths = parse_batch(options.get("batch", "q1s200_q1s70"))
@@ -198,23 +216,30 @@ def emulate_case(name: str) -> dict[str, Any]:
     if rotation is not None and rotation.values:
         expected = rotate_heads(expected, rotation.seed, inverse=True)
     out, lse = torch.full_like(query, torch.nan), torch.zeros(query.shape[:2])
+    EARLY_LOADS.clear()
     with stub_target("sm_90"):
         JITFunction.run = run_emulated
         workspace = torch.full((1 << 20,), torch.nan)
         counters = torch.zeros(1024, dtype=torch.int32) if options.get("counters") else None
         scratch = {"workspace": workspace, "counters": counters}
         batch = BatchTensors.of(params, starts, lens, table, **scratch, **bounds)
+        if options.get("early"):
+            batch, written = batch._replace(early=True), query.clone()
+            query.fill_(torch.nan)
+            LAST_WRITES.append(lambda: query.copy_(written))
         call = AttentionCall.of(query, *views, out, lse, batch, params)
         count = 0 if counters is None else counters.numel()
         prepared = prepare_hopper_decode(call, options["tile"], longest, 3, count)
         assert (prepared.combine is None) == (count > 0), "splits are not combined as expected"
         run_attention(prepared, call)
+        LAST_WRITES.clear()
     largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
     return {
         "error": float(((out.float() - expected) / largest).abs().max()),
         "lse_error": float(torch.where(lse == expected_lse, 0.0, lse - expected_lse).abs().max()),
         "finite": bool(out.isfinite().all()),
         "padding": bool((out[-3:] == 0).all() and (lse[-3:] == -torch.inf).all()),
+        "early": sorted(EARLY_LOADS),
     }
 
 

@@ -58,7 +58,7 @@ def hopper_decode_kernel(
     key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
-    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
+    stride_ot, stride_oh, stride_lt, stride_table, early, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     SCORE: gl.constexpr, BOUNDS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -75,6 +75,7 @@ def hopper_decode_kernel(
         split_headers: int32 [tokens, KV heads] for `hopper_combine_kernel`; not COMBINE_IN_KERNEL.
         counters: int32 zeros, one for each CTA after the prefill's; only with COMBINE_IN_KERNEL.
         rows: query heads of a group times the largest query length.
+        early: `BatchTensors.early`.
         aux0 to columns3: tensors of the score function SCORE, as in `kernels.score`; None without.
         stride_kb to stride_vh: strides of keys and values in blocks, rows and heads of what is read
             by address: of the caches in bytes with GATHERS, of the scales in the pages
@@ -115,6 +116,7 @@ def hopper_decode_kernel(
         keys=KeyTiles(batch, mask, aux, BOUNDS, CONFIG.TILE_TOKENS, CONFIG.BLOCK_N),
         scale=scale,
         soft_cap=soft_cap,
+        early=early,
         SCORE=SCORE,
         config=CONFIG,
     )

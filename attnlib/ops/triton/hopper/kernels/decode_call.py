@@ -27,8 +27,8 @@ __all__ = [
 
 UNSPECIALIZED = [
     *("left", "right", "chunk", "num_reqs", "num_tokens", "num_blocks", "rows", "stride_qt"),
-    *("stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "rows0", "columns0"),
-    *("rows1", "columns1", "rows2", "columns2", "rows3", "columns3"),
+    *("stride_qh", "stride_ot", "stride_oh", "stride_lt", "stride_table", "early", "rows0"),
+    *("columns0", "rows1", "columns1", "rows2", "columns2", "rows3", "columns3"),
     *("stride_latents", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_token", "token_blocks"),
 ]
@@ -190,6 +190,7 @@ class DecodeCall:
         keys: `schedule.KeyTiles`.
         k_scale, v_scale: scales of quantized caches, as `SCALE_KIND` of each says.
         scale, soft_cap: of the softmax.
+        early: `BatchTensors.early`.
         SCORE: score function; None without one.
         config: `DecodeConfig`.
     """
@@ -203,6 +204,7 @@ class DecodeCall:
     v_scale: Value
     scale: Value
     soft_cap: Value
+    early: Value
     SCORE: gl.constexpr
     config: Value
 

@@ -107,12 +107,14 @@ def consumer(call, worker, WORKER: gl.constexpr):
     config: gl.constexpr = call.config
     keys = call.keys
     factor = score_factor(call.scale, call.soft_cap, config.HAS_CAP)
-    # PDL: the previous kernel may have written the queries, the cache or the lengths.
+    if call.early == 0:
+        # PDL: the previous kernel may have written the queries, the cache or the lengths.
+        wait_on_dependent_grids()
+    share = worker_share(keys, WORKER, call.config)
     wait_on_dependent_grids()
     if not config.COMBINE_IN_KERNEL:
         # The combine kernel may start; it waits for this kernel's results by itself.
         launch_dependent_grids()
-    share = worker_share(keys, WORKER, call.config)
     key_scale = 0.0
     value_scale = 0.0
     if config.K_KIND != KV_PLAIN:

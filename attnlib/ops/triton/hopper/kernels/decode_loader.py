@@ -175,10 +175,12 @@ def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
     KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
     VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
     keys = call.keys
-    # PDL: the previous kernel may have written the cache, the lengths or the block table.
-    wait_on_dependent_grids()
+    if call.early == 0:
+        # PDL: the previous kernel may have written the cache, the lengths or the block table.
+        wait_on_dependent_grids()
     share = worker_share(keys, WORKER, call.config)
     if LOADS == "queries":
+        wait_on_dependent_grids()
         key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
     position = share.range.begin
     request = share.range.request

@@ -159,13 +159,14 @@ def hopper_warp_decode_kernel(
     key_desc, value_desc, query, out, lse, sinks, k_scale, v_scale, aux0, aux1, aux2, aux3,
     query_start_loc, seq_lens, block_table, partials, partial_lses, split_headers, counters, scale,
     soft_cap, left, right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh,
-    stride_ot, stride_oh, stride_lt, stride_table, rows0, columns0, rows1, columns1, rows2,
+    stride_ot, stride_oh, stride_lt, stride_table, early, rows0, columns0, rows1, columns1, rows2,
     columns2, rows3, columns3, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of one warp. Grid: tile ranges * NUM_KV_HEADS.
 
-    Arguments are those of `hopper_decode_kernel`; those of score functions and `counters` are None.
+    Arguments are those of `hopper_decode_kernel`; those of score functions and `counters` are None,
+    and `early` is not read.
     A combine kernel follows.
     """
     tiles = allocate_warp_tiles(
