@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnlib.cache.layout import LAYOUTS
+from attnlib.cache.pages import PAGE_LAYOUTS
 from attnlib.cli.arguments import count, input_path, model_dtype
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.kv_dtype import KV_CACHE_DTYPES
@@ -77,7 +78,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     spec.add_argument(
         "--kv-cache-layout",
         type=str.upper,
-        choices=tuple(LAYOUTS),
+        choices=tuple(dict.fromkeys((*LAYOUTS, *PAGE_LAYOUTS))),
         help="memory layout of the cache (P2; default: the one that the backend prefers)",
     )
     spec.add_argument(

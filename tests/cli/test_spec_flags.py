@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnlib.cache.pages import PAGE_LAYOUTS
+from attnlib.cache.storage import PagedKVCache
 from attnlib.cli.spec_flags import add_spec_flags, names_a_spec, spec_fields, specs_of
 from attnlib.errors import ContractError
 from attnlib.sparse.key_selection import KeySelection
@@ -46,6 +48,13 @@ def test_two_formats_are_one_word() -> None:
     (spec,) = specs_of(_parse(*arguments.split())).values()
     assert (spec.kv_format.name, spec.value_format.name) == ("int8_per_token_head", "nvfp4")
     assert str(spec.kv_rotation) == "hadamard_keys"
+
+
+def test_every_layout_of_pages_has_a_flag() -> None:
+    for layout in PAGE_LAYOUTS:
+        arguments = f"--kv-cache-dtype int8_per_token_head --kv-cache-layout {layout.lower()}"
+        (spec,) = specs_of(_parse(*arguments.split())).values()
+        assert PagedKVCache.allocate(spec, 1, "cpu").layout == layout
 
 
 def test_a_key_selection_is_written_in_one_word() -> None:
