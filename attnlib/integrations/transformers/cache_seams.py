@@ -17,6 +17,7 @@ from transformers import cache_utils
 from attnlib.integrations.transformers.continuous_seams import KNOWN_VERSIONS
 from attnlib.integrations.transformers.growing_cache import growing_update
 from attnlib.integrations.transformers.static_memory import in_kept_memory, of_model
+from attnlib.integrations.transformers.static_rows import copied_tokens
 
 __all__ = ["cache_seams"]
 
@@ -28,6 +29,7 @@ _SEAMS: tuple[tuple[str, str, tuple[str, ...], Callable[[Any], Any]], ...] = (
     ("DynamicSlidingWindowLayer", "update", _STATES, growing_update),
     ("StaticCache", "__init__", ("self", "config"), of_model),
     ("StaticLayer", "lazy_initialization", _STATES, in_kept_memory),
+    ("StaticLayer", "update", _STATES, copied_tokens),
     ("LinearAttentionLayer", "lazy_initialization", ("self", "conv_states"), in_kept_memory),
 )
 

@@ -1,7 +1,7 @@
 """Register the name `attnlib` with transformers, and unregister it.
 
 Two public registries take the attention function and the mask function. What has no public hook is
-replaced: how a `DynamicCache` grows and where a static cache is (`cache_seams`), and parts of
+replaced: how caches take tokens and where a static cache is (`cache_seams`), and parts of
 continuous batching (`continuous_seams`). `unregister` restores everything.
 """
 

@@ -24,6 +24,7 @@ from attnlib.integrations.transformers.layers import current_stream
 
 __all__ = [
     "forget_static_memory",
+    "has_owner",
     "in_kept_memory",
     "keep_static_memory",
     "note_trace",
@@ -73,6 +74,11 @@ def of_model(init: Callable[..., None]) -> Callable[..., None]:
                 _owners[layer] = _Owner(ref(config), index)
 
     return init_and_note
+
+
+def has_owner(layer: Any) -> bool:
+    """Whether a layer was made for a model that attnlib serves."""
+    return layer in _owners
 
 
 def in_kept_memory(initialize: Callable[..., None]) -> Callable[..., None]:
