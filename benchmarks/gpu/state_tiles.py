@@ -98,7 +98,7 @@ def chosen(name: str) -> Iterator[None]:
     if name != SHIPPED:
         columns, choice = parse(name)
         given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
-        given["LONG_CHUNK"] = 64 * (name[0] == LONG)
+        given["LONG_CHUNK"] = state_tiles.LONG_CHUNK * (name[0] == LONG)
     with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()

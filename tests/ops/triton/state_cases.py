@@ -79,7 +79,21 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "form": "mamba2",
         },
     ),
-    "state-128-long": ("state", {"long_chunk": 64}),
+    "state-128-long": ("state", {"long_chunk": 32}),
+    "state-128-long-channels": (
+        "state",
+        {"decay": "channel", "num_key_heads": 32, "long_chunk": 32},
+    ),
+    "state-mamba2-long": (
+        "state",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "long_chunk": 32,
+        },
+    ),
     "state-64-rows": (
         "state",
         {"key_size": 64, "value_size": 64, "num_reqs": 32, "row_decodes": True},

@@ -26,7 +26,7 @@ LIMIT = 1e-2
 
 @pytest.fixture(autouse=True)
 def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Chunks of 64 tokens; the numbers of rows of the steps that used them."""
+    """The numbers of rows of the steps in long chunks."""
     if not INTERPRETED and limits_of(torch.empty(0, device=DEVICE)).capability[0] != 9:
         pytest.skip("the kernels are for Hopper")
     taken: list[int] = []
@@ -40,7 +40,6 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
                 taken.append(numbers[-1])
 
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
-    monkeypatch.setattr(state_tiles, "LONG_CHUNK", 64)
     yield taken
 
 
@@ -69,6 +68,8 @@ def served(spec: StateSpec, length: int, plan: list[tuple[int, int]], every: int
     ("name", "options"),
     [
         ("gated delta", {}),
+        ("kimi delta", {}),
+        pytest.param("gla", {"key_size": 40}, marks=pytest.mark.slow),
         pytest.param("mamba2", {}, marks=pytest.mark.slow),
         pytest.param("lightning", {"chunk_size": 32}, marks=pytest.mark.slow),
         pytest.param("gated delta", {"key_size": 40, "value_size": 72}, marks=pytest.mark.slow),
@@ -83,9 +84,10 @@ def test_values(name: str, options: dict[str, Any], long_steps: list[int]) -> No
 
 
 @pytest.mark.parametrize("every", [3, 11])
-def test_tokens_that_forget(every: int, long_steps: list[int]) -> None:
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
+def test_tokens_that_forget(name: str, every: int, long_steps: list[int]) -> None:
     """T5: decays whose logarithms have no sum in float32."""
-    assert served(spec_of("gated delta"), 150, [(70, 0), (80, 0)], every) < LIMIT
+    assert served(spec_of(name), 150, [(70, 0), (80, 0)], every) < LIMIT
     assert long_steps == [70, 80]
 
 
@@ -119,17 +121,16 @@ def test_requests_forks_and_other_slots(long_steps: list[int]) -> None:
         expected = wanted(spec, draw_layer(spec), request)
         one = fork.result(place)
         assert largest_error(one, type(expected)(None, expected.out[rows])) < LIMIT
-    assert long_steps == [75]
+    assert long_steps == [38, 75]
 
 
 def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers whose bits may depend on lengths, of bfloat16 and decays per head, in long steps."""
-    plain = spec_of("gated delta")
-    assert served(plain, 64, [(64, 0)]) < LIMIT and long_steps == [64]
-    served(plain, 63, [(63, 0)])
-    served(plain.replace(batch_invariant=True), 64, [(64, 0)])
-    served(plain.replace(dtype=torch.float16), 64, [(64, 0)])
-    served(spec_of("kimi delta"), 64, [(64, 0)])
+    """Layers of bfloat16 whose bits may depend on lengths, in long steps."""
+    plain, least = spec_of("gated delta"), state_tiles.LONG_CHUNK
+    assert served(plain, least, [(least, 0)]) < LIMIT and long_steps == [least]
+    served(plain, least - 1, [(least - 1, 0)])
+    served(plain.replace(batch_invariant=True), least, [(least, 0)])
+    served(plain.replace(dtype=torch.float16), least, [(least, 0)])
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 0)
-    served(plain, 64, [(64, 0)])
-    assert long_steps == [64]
+    served(plain, least, [(least, 0)])
+    assert long_steps == [least]

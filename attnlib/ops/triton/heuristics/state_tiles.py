@@ -37,10 +37,9 @@ per thread on sm_89."""
 MOST_DRAFTS = 7
 """Most tokens that can be taken back of layers whose decodes copy states to shared memory: each new
 token has a query and outputs in registers."""
-LONG_CHUNK = 64
-"""Tokens that a long step computes at a time on Hopper where its bits may depend on its length, 64
-or 0 for those of a chunk of the slots. Without stages, its loop addresses wrong shared memory on an
-H100."""
+LONG_CHUNK = 32
+"""Tokens that a long step computes at a time on Hopper where its bits may depend on its length; 0
+for those of a chunk of the slots. Loops without stages addressed wrong shared memory on an H100."""
 MOST_COLUMNS = 32
 
 
@@ -88,7 +87,7 @@ TILES = {
     "wide decode": StateChoice(32, 4, is_whole=True),
     "prefill": StateChoice(64, 4, num_stages=2),
     "wide prefill": StateChoice(64, 8, num_stages=2),
-    "long prefill": StateChoice(32, 4, num_stages=2),
+    "long prefill": StateChoice(64, 4, num_stages=2),
 }
 """Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
 product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" and "draft" have
@@ -134,10 +133,9 @@ def has_exact_rows(layout: StateLayout) -> bool:
 
 def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
     """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
-    them at a time: the kernels multiply bfloat16, and without decays."""
-    is_exact = layout.dtype == torch.bfloat16 and layout.decay != "channel"
-    fits = layout.key_size <= 128 and layout.value_size <= 128
-    return is_exact and fits and layout.chunk_size < LONG_CHUNK <= max_query_len
+    them at a time: the kernels multiply bfloat16."""
+    fits = layout.key_size <= 128 and layout.value_size <= 128 and layout.dtype == torch.bfloat16
+    return fits and layout.chunk_size <= LONG_CHUNK <= max_query_len
 
 
 def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:

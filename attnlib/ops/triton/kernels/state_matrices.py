@@ -3,8 +3,7 @@
 No exponent is positive (T5). Decays per channel cannot be divided between the operands of one
 product: `exp(b[i])` underflows and `exp(-b[j])` overflows. A product per level does it: level l
 joins two neighboring blocks of 2^l rows, and both operands are measured from the border between
-them. The inverse of I + A is built by the same levels, as inverses of triangular blocks. Chunks of
-more than 32 rows multiply blocks of 16 rows or more instead of whole chunks in each level.
+them. The inverse of I + A is built by the same levels, as inverses of triangular blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
-from attnlib.ops.triton.kernels.state_blocks import block_inverse
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products, summable
 
-__all__ = ["chunk_matrices"]
+__all__ = ["chunk_matrices", "head_products", "key_pairs"]
 
 
 @triton.jit
@@ -57,7 +55,7 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _head_products(chunk, factors, CONFIG: tl.constexpr):
+def head_products(chunk, factors, CONFIG: tl.constexpr):
     """The same for decays that all channels share."""
     PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
@@ -98,19 +96,20 @@ def _invert(a, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def key_pairs(kk, chunk, norm_k, CONFIG: tl.constexpr):
+    """Return A of a chunk from the products of its keys."""
+    kk = kk * norm_k[:, None] * norm_k[None, :]
+    return kk * chunk.beta[:, None]
+
+
+@triton.jit
 def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
     """Return (T, P) of a chunk, [C, C] float32, without the norm of the queries."""
     if CONFIG.DECAY == DECAY_CHANNEL:
         kk, qk = _channel_products(chunk, CONFIG)
     else:
-        kk, qk = _head_products(chunk, factors, CONFIG)
-    norm_k = factors.norm_k
+        kk, qk = head_products(chunk, factors, CONFIG)
     solve = kk
     if CONFIG.DELTA:
-        kk = kk * norm_k[:, None] * norm_k[None, :]
-        kk = kk * chunk.beta[:, None]
-        if CONFIG.C > 32:
-            solve = block_inverse(kk, CONFIG)
-        else:
-            solve = _invert(kk, CONFIG)
-    return solve, qk * norm_k[None, :]
+        solve = _invert(key_pairs(kk, chunk, factors.norm_k, CONFIG), CONFIG)
+    return solve, qk * factors.norm_k[None, :]

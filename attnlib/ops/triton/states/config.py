@@ -166,7 +166,7 @@ def state_config(
     unit, rollback = layout.chunk_size, layout.max_rollback
     c = chunk or unit
     # Chunks begin at most D + UNIT - 1 tokens before the step, and up to three are not full.
-    extra = (3 * c + rollback - 3) // c if c == unit else (3 * c + unit + rollback - 4) // c + 1
+    extra = (3 * c + unit + rollback - 4) // c + 1 if chunk else (3 * c + rollback - 3) // c
     return StateConfig(
         unit,
         c,

@@ -16,10 +16,10 @@ from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
 from attnlib.ops.triton.hopper.kernels.state_long import (
-    FACTORS,
-    TERMS,
+    factor_size,
     long_matrices_kernel,
     long_step_kernel,
+    plane_size,
 )
 from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
@@ -97,15 +97,20 @@ class PreparedStep:
         if self._has_large_chunks:
             matrices, kernel = long_matrices_kernel, long_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
-            planes = (chunks, heads, 2 if config.DELTA else 1, TERMS.value, c, c)
-            factors = (chunks, heads, FACTORS.value, c)
-            self._memory = [(planes, torch.bfloat16), (factors, torch.float32)]
+            sizes, is_channel = (c, config.PART), layout.decay == "channel"
+            planes = plane_size(*sizes, config.DELTA, is_channel)
+            factors = factor_size(*sizes, is_channel)
+            self._memory = [
+                ((chunks, heads, planes), torch.bfloat16),
+                ((chunks, heads, factors), torch.float32),
+            ]
         grid = (num_reqs + 1, heads * config.BLOCKS)
         self._step = KernelLaunch(kernel, config, grid, of_step, **options)
         if is_long:
             warps, unit = options["num_warps"], config._replace(C=config.UNIT)
             given = (config, (chunks, heads), of_matrices)
-            self._matrices = KernelLaunch(matrices, *given, num_warps=warps)
+            few = 2 if self._has_large_chunks else warps
+            self._matrices = KernelLaunch(matrices, *given, num_warps=few)
             self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads), num_warps=warps)
 
     def run(

@@ -1,0 +1,91 @@
+"""Decays per channel in chunks of many tokens (`state_long`), by products of bfloat16.
+
+With b the sums of the decays up to each token, of each channel, a product of two tokens i > j is
+the sum over the channels of k_i k_j exp(b_i - b_j). A border r between them divides the factor
+between the operands: exp(b_i - r) exp(r - b_j). Blocks of 2, 4, ... tokens are joined as in
+`state_matrices`, so that no exponent is positive. Where the decays of a larger block are so weak
+that both exponents are bounded, one product with its middle as the border gives all pairs in it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnlib.ops.triton.hopper.kernels import state_pieces as pieces
+from attnlib.ops.triton.kernels.state_sums import summable
+
+__all__ = ["channel_products"]
+
+SIZE: tl.constexpr = tl.constexpr(32)
+"""Channels at a time: all of them do not fit the registers."""
+MOST: tl.constexpr = tl.constexpr(40.0)
+"""Largest exponent of a factor: that of bounded gates (-5) over half of 16 tokens. Products of two
+do not overflow, and the second number of bfloat16 keeps its bits."""
+
+
+@triton.jit
+def _border(total, level, CONFIG: tl.constexpr):
+    """Return the row before the middle of each block of 2 << level rows, at each of its rows."""
+    row = tl.arange(0, CONFIG.C)
+    place = (row >> (level + 1) << (level + 1)) + (1 << level) - 1
+    return tl.gather(total, tl.broadcast_to(place[:, None], total.shape), 0)
+
+
+@triton.jit
+def _add_products(q, k, total, kk, qk, CONFIG: tl.constexpr):
+    """Return kk + k . k and qk + q . k of some channels, see `channel_products`. The first three
+    are [C, SIZE] float32, `total` the sums of decays."""
+    C: tl.constexpr = CONFIG.C
+    LEVELS: tl.constexpr = CONFIG.LEVELS
+    row = tl.arange(0, C)
+    lower = row[:, None] > row[None, :]
+    zeros = tl.zeros([C, C], tl.float32)
+    qk += tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
+    first = LEVELS - 1
+    if tl.min(tl.min(total, 1), 0) < -MOST:
+        gap = tl.abs(total - _border(total, LEVELS - 2, CONFIG))
+        first = tl.where(tl.max(tl.max(gap, 1), 0) <= MOST, LEVELS - 2, 0)
+    for level in range(first, LEVELS):
+        gap = total - _border(total, level, CONFIG)
+        # Pairs whose factors this limits are those of another level.
+        left, right = tl.exp(tl.minimum(gap, MOST)), tl.exp(tl.minimum(-gap, MOST))
+        keys = pieces.parts_of(k * right)
+        half = row >> level
+        same = (half >> 1)[:, None] == (half >> 1)[None, :]
+        joined = lower & same & ((level == first) | (half[:, None] != half[None, :]))
+        if CONFIG.DELTA:
+            kk += tl.where(
+                joined, pieces.multiply(pieces.parts_of(k * left), keys, zeros, CONFIG), 0.0
+            )
+        qk += tl.where(joined, pieces.multiply(pieces.parts_of(q * left), keys, zeros, CONFIG), 0.0)
+    return kk, qk
+
+
+@triton.jit
+def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
+    """Return (k . k, q . k) of all pairs of rows with their decays, [C, C]; the first below the
+    diagonal, for delta updates. Store the rows of the chunk, and the decays [PART] of its state."""
+    C: tl.constexpr = CONFIG.C
+    PART: tl.constexpr = CONFIG.PART
+    SPAN: tl.constexpr = min(PART, SIZE)
+    kk = tl.zeros([C, C], tl.float32)
+    qk = kk
+    for start in range(0, PART, SPAN):
+        columns = start + tl.arange(0, SPAN)
+        q = pieces.load_queries(part, chunk.tokens, columns, CONFIG).to(tl.float32)
+        k = pieces.load_keys(part, chunk.tokens, chunk.tail, columns, False, CONFIG).to(tl.float32)
+        decay = pieces.load_decays(part, chunk.tokens, chunk.tail, columns, CONFIG)
+        total = tl.cumsum(summable(decay), 0)
+        kk, qk = _add_products(q, k, total, kk, qk, CONFIG)
+        end = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], total, 0.0), 0)
+        q, k = q * factors.norm_q[:, None], k * factors.norm_k[:, None]
+        decays = tl.exp(total)
+        if CONFIG.DELTA:
+            seen = k * decays * chunk.beta[:, None]
+            pieces.store_parts(pieces.rows_place(plane, 0, CONFIG), columns, seen, PART, CONFIG)
+        pieces.store_parts(pieces.rows_place(plane, 1, CONFIG), columns, q * decays, PART, CONFIG)
+        kept = k * tl.exp(end[None, :] - total)
+        pieces.store_parts(pieces.rows_place(plane, 2, CONFIG), columns, kept, PART, CONFIG)
+        tl.store(vector + C + columns, tl.exp(end))
+    return kk, qk
