@@ -5,13 +5,15 @@
         --workloads one short serve --out results.jsonl
 
 Run it once per backend. Each workload appends one JSON object to --out. Decodes run in CUDA graphs
-unless --eager is given; prefills do not. The radix cache is on, and only `deep` uses it. With
+unless --eager is given; prefills do not. The radix cache is on, and only `deep` uses it. Engines
+that share a GPU have --turns, as those of vLLM, and --cache-tokens. With
 `--native` SGLang's own operations run as PyTorch code (`sglang_native.py`), for all backends alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -23,7 +25,7 @@ from typing import Any
 from sglang_fa3 import LIBRARY
 from sglang_plugins import enable
 from shapes import SHAPES
-from vllm_throughput import CAPTURED, lengths, prompts
+from vllm_throughput import CAPTURED, lengths, prompts, turn
 
 WARM_UP = 4
 """New tokens of the call before each workload."""
@@ -37,25 +39,29 @@ class Engine:
 
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(SHAPES["llama"]))
-        start = time.perf_counter()
-        self._engine = sglang.Engine(
-            model_path=str(folder), load_format="dummy", skip_tokenizer_init=True,
-            dtype="bfloat16", attention_backend=arguments.backend, page_size=arguments.page_size,
-            kv_cache_dtype=arguments.kv_cache_dtype, context_length=32768,
-            max_running_requests=128, chunked_prefill_size=8192, max_prefill_tokens=8192,
-            mem_fraction_static=arguments.memory, sampling_backend="pytorch",
-            disable_decode_cuda_graph=arguments.eager, disable_prefill_cuda_graph=True,
-            cuda_graph_bs_decode=CAPTURED, log_level="warning", random_seed=0,
-        )  # fmt: skip
-        self.start_s = time.perf_counter() - start
+        self._turns = arguments.turns
+        with turn(self._turns, fcntl.LOCK_SH):
+            start = time.perf_counter()
+            self._engine = sglang.Engine(
+                model_path=str(folder), load_format="dummy", skip_tokenizer_init=True,
+                dtype="bfloat16", attention_backend=arguments.backend,
+                page_size=arguments.page_size, kv_cache_dtype=arguments.kv_cache_dtype,
+                context_length=32768, max_running_requests=128, chunked_prefill_size=8192,
+                max_prefill_tokens=8192, mem_fraction_static=arguments.memory,
+                max_total_tokens=arguments.cache_tokens, sampling_backend="pytorch",
+                disable_decode_cuda_graph=arguments.eager, disable_prefill_cuda_graph=True,
+                cuda_graph_bs_decode=CAPTURED, log_level="warning", random_seed=0,
+            )  # fmt: skip
+            self.start_s = time.perf_counter() - start
 
     def generate(self, given: list[dict[str, list[int]]], new_tokens: int) -> tuple[Any, float]:
         """Tokens of each prompt, and seconds."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         ids = [prompt["prompt_token_ids"] for prompt in given]
-        start = time.perf_counter()
-        outputs = self._engine.generate(input_ids=ids, sampling_params=sampling)
-        return [row["output_ids"] for row in outputs], time.perf_counter() - start
+        with turn(self._turns):
+            start = time.perf_counter()
+            outputs = self._engine.generate(input_ids=ids, sampling_params=sampling)
+            return [row["output_ids"] for row in outputs], time.perf_counter() - start
 
     def shutdown(self) -> None:
         """End the processes of the engine."""
@@ -97,6 +103,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["one", "short", "serve", "long", "deep"])
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory")
+    parser.add_argument("--cache-tokens", type=int, help="of the cache; else all that fit")
+    parser.add_argument("--turns", type=Path, help="file that engines lock while they generate")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

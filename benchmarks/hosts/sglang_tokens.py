@@ -58,7 +58,7 @@ def main() -> None:
         kv_cache_dtype=arguments.kv_cache_dtype, attention_backend=arguments.backend,
         page_size=arguments.page_size,
         disable_decode_cuda_graph=not arguments.graphs, disable_prefill_cuda_graph=True,
-        mem_fraction_static=0.3, max_total_tokens=8192, max_running_requests=8,
+        mem_fraction_static=0.8, max_total_tokens=8192, max_running_requests=8,
         chunked_prefill_size=64, context_length=512, sampling_backend="pytorch",
         cuda_graph_max_bs_decode=8, log_level="warning", random_seed=0, **more,
     )  # fmt: skip

@@ -86,6 +86,17 @@ def prompts(name: str, repetition: int) -> list[dict[str, list[int]]]:
     ]
 
 
+@contextlib.contextmanager
+def turn(turns: Path | None, lock: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """While no other engine has its turn; engines that start share one."""
+    if turns is None:
+        yield
+        return
+    with turns.open("a") as file:
+        fcntl.flock(file, lock)
+        yield
+
+
 class Lines(logging.Handler):
     """Lines of a logger.
 
@@ -138,7 +149,7 @@ class Engine:
         if arguments.joined_write:
             _join_writes()
         self._turns = arguments.turns
-        with self._turn(fcntl.LOCK_SH):
+        with turn(self._turns, fcntl.LOCK_SH):
             parts = StartParts() if arguments.start_parts else None
             start = time.perf_counter()
             self._llm = LLM(
@@ -175,21 +186,11 @@ class Engine:
         sampling = self._sampling(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
         )
-        with self._turn():
+        with turn(self._turns):
             start = time.perf_counter()
             self._ends[:] = [start]
             outputs = self._llm.generate(given, sampling, use_tqdm=False)
             return outputs, time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def _turn(self, lock: int = fcntl.LOCK_EX) -> Iterator[None]:
-        """While no other engine has its turn; engines that start share one."""
-        if self._turns is None:
-            yield
-            return
-        with self._turns.open("a") as file:
-            fcntl.flock(file, lock)
-            yield
 
     def cache_tokens(self) -> int:
         """Tokens that the cache holds."""
