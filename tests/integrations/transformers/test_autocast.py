@@ -12,23 +12,46 @@ import attnlib
 from attnlib.integrations.transformers.paged_model import PagedModel
 from tests.integrations.tiny_models import DECODERS, decoder, padded, prompts, run
 
+LOW = [torch.bfloat16, torch.float16]
+
 
 def _logits(model: Any, implementation: str, low: torch.dtype, batch: Any) -> torch.Tensor:
-    with torch.autocast("cpu", low):
+    with torch.autocast(batch["input_ids"].device.type, low):
         return run(model, implementation, lambda m: m(**batch).logits).float()
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_forward_is_as_close_to_float32_as_eager(name: str, low: torch.dtype) -> None:
-    model, batch = decoder(name), padded(prompts(9, 5), "left")
+def errors_of_a_forward(model: Any, low: torch.dtype, batch: Any) -> tuple[float, float]:
+    """The mean errors of eager and of attnlib under autocast, next to eager in float32."""
     seen = batch["attention_mask"].bool()
     exact = run(model, "eager", lambda m: m(**batch).logits)
     eager, ours = (
-        (_logits(model, implementation, low, batch) - exact)[seen].abs().mean()
+        float((_logits(model, implementation, low, batch) - exact)[seen].abs().mean())
         for implementation in ("eager", "attnlib")
     )
-    assert ours <= 2 * eager, (float(ours), float(eager))
+    return eager, ours
+
+
+def generated_under_autocast(model: Any, low: torch.dtype, batch: Any, cache: str) -> torch.Tensor:
+    """The tokens of `generate` with a dynamic or a static cache."""
+    static: dict[str, Any] = {}
+    if cache == "static":
+        static["cache_implementation"] = "static"
+        if not _static_caches_keep_both_dtypes():
+            pytest.skip("the static caches of this transformers refuse values of another dtype")
+    with torch.autocast(batch["input_ids"].device.type, low):
+        tokens: torch.Tensor = run(
+            model,
+            "attnlib",
+            lambda m: m.generate(**batch, max_new_tokens=5, do_sample=False, **static),
+        )
+    return tokens
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_forward_is_as_close_to_float32_as_eager(name: str, low: torch.dtype) -> None:
+    eager, ours = errors_of_a_forward(decoder(name), low, padded(prompts(9, 5), "left"))
+    assert ours <= 2 * eager, (ours, eager)
 
 
 def _static_caches_keep_both_dtypes() -> bool:
@@ -38,21 +61,11 @@ def _static_caches_keep_both_dtypes() -> bool:
     return layer.values.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_generate_runs(name: str, cache: str) -> None:
-    model, batch = decoder(name), padded(prompts(9, 5), "left")
-    static: dict[str, Any] = {}
-    if cache == "static":
-        static["cache_implementation"] = "static"
-        if not _static_caches_keep_both_dtypes():
-            pytest.skip("the static caches of this transformers refuse values of another dtype")
-    with torch.autocast("cpu", torch.bfloat16):
-        tokens = run(
-            model,
-            "attnlib",
-            lambda m: m.generate(**batch, max_new_tokens=5, do_sample=False, **static),
-        )
+def test_generate_runs(name: str, cache: str, low: torch.dtype) -> None:
+    tokens = generated_under_autocast(decoder(name), low, padded(prompts(9, 5), "left"), cache)
     assert tokens.shape[1] == 14
 
 

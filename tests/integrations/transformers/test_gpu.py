@@ -19,6 +19,11 @@ from tests.integrations.tiny_models import (
     randomized,
     run,
 )
+from tests.integrations.transformers.test_autocast import (
+    LOW,
+    errors_of_a_forward,
+    generated_under_autocast,
+)
 from tests.integrations.transformers.test_continuous import batch_tokens, eager_tokens
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +84,29 @@ def test_float32_tokens_equal_eager(name: str, backend: str) -> None:
         assert torch.equal(
             generated(model, "attnlib", batch, 12), generated(model, "eager", batch, 12)
         ), side
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", DECODERS)
+def test_autocast(name: str, low: torch.dtype, backend: str) -> None:
+    eager, ours = errors_of_a_forward(float32_model(name), low, on_gpu(prompts(9, 5)))
+    assert ours <= 2 * eager, (ours, eager)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_under_autocast(cache: str, low: torch.dtype, backend: str) -> None:
+    tokens = generated_under_autocast(float32_model("gemma3"), low, on_gpu(prompts(9, 5)), cache)
+    assert tokens.shape[1] == 14
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_assisted_tokens_equal_eager(name: str, backend: str) -> None:
+    """Several queries over a cache, which is cropped where drafts are rejected."""
+    model, batch = float32_model(name), on_gpu([prompts(6)[0] * 3])
+    assisted = {"prompt_lookup_num_tokens": 3}
+    expected = generated(model, "eager", batch, 16)
+    assert torch.equal(generated(model, "attnlib", batch, 16, **assisted), expected)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
