@@ -7,6 +7,10 @@ flash-attn, and allocates no `[T, S]` masks. transformers downloads a package fo
 contains "flash", so the function is replaced in the three modules that call it. The path for
 decodes, with a block table, is open to FlashAttention on a GPU only, and closed to windowed layers.
 Calls for all other names go to the original.
+
+The inputs of its batches are filled on one stream, copied on a second and read on a third, without
+an order: on a GPU with other work, the first batch read memory that was not filled, or was filled
+after the copy, so that its tokens were wrong or no tokens at all.
 """
 
 from __future__ import annotations
@@ -89,10 +93,26 @@ def _checked_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_batch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if model.config._attn_implementation not in NAMES:
             return original(self, model, *args, **kwargs)
+        inputs = self.inputs_and_outputs
+        if inputs.compute_stream is not None and not hasattr(inputs, "h2d_stream"):
+            # Batches that do not overlap are prepared on the current stream.
+            inputs.compute_stream.wait_stream(torch.cuda.current_stream())
         with check_layers(self.cache, model):
             return original(self, model, *args, **kwargs)
 
     return compute_batch
+
+
+def _filled_inputs(original: Callable[..., None]) -> Callable[..., None]:
+    """Other streams copy and read the inputs of batches once these are filled."""
+
+    def _reset_static_tensors(self: Any, full_reset: bool = False) -> None:
+        original(self, full_reset)
+        if full_reset and self.device.type == "cuda":
+            if self.config._attn_implementation in NAMES:
+                torch.cuda.current_stream(self.device).synchronize()
+
+    return _reset_static_tensors
 
 
 def _is_requested(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -177,5 +197,11 @@ _SEAMS = (
         "compute_batch",
         ("self", "model", "batch_data"),
         _checked_step,
+    ),
+    _Seam(
+        "input_outputs.ContinuousBatchingIOs",
+        "_reset_static_tensors",
+        ("self", "full_reset"),
+        _filled_inputs,
     ),
 )

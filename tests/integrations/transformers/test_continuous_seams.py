@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,3 +81,48 @@ def test_an_unknown_version_is_named(
     assert initialization.is_flash_attention_requested is before
     assert continuous_seams.KNOWN_VERSIONS in caplog.text
     assert "ensure_decode_fast_path_is_available" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "waits"),
+    [
+        ("attnlib", "cuda", 1),
+        ("paged|attnlib", "cuda", 1),
+        ("sdpa", "cuda", 0),
+        ("attnlib", "cpu", 0),
+    ],
+)
+def test_inputs_are_filled_before_other_streams_use_them(
+    name: str, device: str, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When they are made and at the beginning of a generation loop, not in every step."""
+    found: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: found.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    fill = continuous_seams._filled_inputs(lambda self, full_reset: found.append("fill"))
+    config = SimpleNamespace(_attn_implementation=name)
+    inputs = SimpleNamespace(device=torch.device(device), config=config)
+    fill(inputs, full_reset=True)
+    assert found == ["fill", *["wait"] * waits]
+    found.clear()
+    fill(inputs)
+    assert found == ["fill"]
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("name", ["attnlib", "sdpa"])
+def test_a_step_waits_for_the_stream_that_prepares_its_batch(
+    name: str, overlapping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overlapping batches are prepared on the host, and have an event for their copy."""
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(continuous_seams, "check_layers", lambda *_: nullcontext())
+    inputs = SimpleNamespace(compute_stream=SimpleNamespace(wait_stream=waited.append))
+    if overlapping:
+        inputs.h2d_stream = None
+    runner = SimpleNamespace(inputs_and_outputs=inputs, cache=None)
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+    step = continuous_seams._checked_step(lambda self, model, data: "computed")
+    assert step(runner, model, {}) == "computed"
+    assert waited == (["current"] if name == "attnlib" and not overlapping else [])

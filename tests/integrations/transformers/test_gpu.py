@@ -131,6 +131,25 @@ def test_continuous_batching_by_default(backend: str) -> None:
     assert batch_tokens(model, inputs, 12) == eager_tokens_on_gpu(model, inputs, 12)
 
 
+def test_continuous_batching_waits_for_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that fills them is late, as on a GPU that computes for other programs."""
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+    monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
+    fill = ContinuousBatchingIOs._reset_static_tensors
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(200_000_000)
+        fill(self, *args, **kwargs)
+
+    model, inputs = float32_model("llama"), prompts(5, 9, 33)
+    expected = eager_tokens_on_gpu(model, inputs, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", late)
+        assert batch_tokens(model, inputs, 12, use_async_batching=True) == expected
+
+
 def test_bfloat16_logits(backend: str) -> None:
     """The bfloat16 error of attnlib is at most twice that of eager, relative to float32 eager."""
     model, batch = bfloat16_model(), on_gpu(prompts(200, 130, 7))
