@@ -13,11 +13,14 @@ from attnlib.ops.triton.heuristics.splits import splits_per_load
 from attnlib.ops.triton.hopper.kernels.work_counter import PREFILL_COUNTERS
 
 __all__ = [
+    "MOST_TOKENS",
     "DecodeGrid",
     "DecodeSizes",
+    "are_mostly_whole",
     "combine_tile",
     "decode_columns",
     "hopper_decode_workspace_bytes",
+    "token_parts",
     "whole_requests",
     "workers_per_head",
 ]
@@ -30,23 +33,50 @@ for few rows. With many rows most programs would have nothing to combine."""
 
 _LEAST_BUSY = 0.7
 """Share of the multiprocessors that read fast enough for all of them. 48 requests of 5k keys with 4
-KV heads take 120.2 us on 96 of the 132 of an H200, without splits, and 121.9 on all. Several query
+KV heads take 120.2 us on 96 of the 132 of an H200, without splits, and 121.9 on all. Beside a
+prefill of 1k tokens, 60 requests of 3k take 192.1 us on 80 and 197.9 on 88, 30 of 4k with head size
+256 242.0 and 251.4. Several query
 tokens need all: 24 requests of 8 over 2k keys take 68.1 us on 96 and 61.0 on 128."""
 
-_LEAST_BUSY_QUANTIZED = 0.95
-"""The same over quantized caches, whose conversion needs more of the multiprocessors. 128 requests
-of 2k keys with 8 KV heads take 134.0 us in 32 ranges of whole requests and 136.2 in 33 (e4m3,
-H200)."""
+_LEAST_BUSY_QUANTIZED = 0.9
+"""The same over quantized caches, whose conversion needs more of the multiprocessors. On an H200
+over e4m3, 8 KV heads: 128 requests of 2k keys take 134.0 us in 32 ranges of whole requests and
+136.2 in 33; 90 of 1.5k with 5 query heads each 77.7 in 15 and 79.7 in 16, with two consumers 73.1
+in 30 and 76.4 in 33."""
+
+MOST_TOKENS = 32
+"""Tokens of a program that combines splits, where most requests have one."""
+_PROGRAMS_PER_SM = 4
+"""Programs of a multiprocessor there, as many as it has registers for. Over latents on an H200,
+with one program for each token and with these, in us: 128 requests of 2k, 2 tokens of 128 heads
+303.4 and 293.6, 4 tokens of 128 heads 619.6 and 580.8."""
 
 _MAX_LOAD_ROUNDS = 8
 """Rounds of loads, about one microsecond each, that combining one request's splits may take."""
 
 
-def combine_tile(num_rows: int, group: int, head_size_v: int) -> dict[str, int]:
-    """Tile of the combine kernel: heads per program, splits loaded together, warps."""
-    if num_rows <= _FEW_ROWS:
-        return {"HEADS": 1, "STEP": 32 if head_size_v <= 128 else 16, "num_warps": 1}
-    return {"HEADS": min(4, triton.next_power_of_2(group)), "STEP": 8, "num_warps": 4}
+def combine_tile(call: AttentionCall, sizes: DecodeSizes, num_ranges: int) -> dict[str, int]:
+    """Tile of the combine kernel after `num_ranges` for each KV head: heads per program, splits
+    loaded together, warps, and where most requests have one split tokens per program, at most."""
+    if call.num_tokens * sizes.num_kv_heads * sizes.group <= _FEW_ROWS:
+        return {"HEADS": 1, "STEP": 32 if sizes.head_size_v <= 128 else 16, "num_warps": 1}
+    tile = {"HEADS": min(4, triton.next_power_of_2(sizes.group)), "STEP": 8, "num_warps": 4}
+    are_whole = are_mostly_whole(call.batch.num_decodes, num_ranges)
+    return {**tile, "TOKENS": MOST_TOKENS} if are_whole else tile
+
+
+def are_mostly_whole(num_reqs: int, num_ranges: int) -> bool:
+    """Whether most of the requests have one split, equal for batches up to the next power of 2."""
+    return 2 * int(triton.next_power_of_2(num_reqs)) > num_ranges
+
+
+def token_parts(num_tokens: int, tile: dict[str, int], programs: int, num_sms: int) -> int:
+    """Parts of the tokens, for each of which a number of programs of a combine kernel with a tile
+    run: as many as the chip holds at a time, because all of them wait for the last split, and
+    others would begin after them."""
+    resident = _PROGRAMS_PER_SM * num_sms // programs
+    each = triton.cdiv(num_tokens, max(1, resident, triton.cdiv(num_tokens, tile.get("TOKENS", 1))))
+    return int(triton.cdiv(num_tokens, each))
 
 
 def workers_per_head(max_resident_ctas: int, num_kv_heads: int, consumers: int) -> int:
@@ -171,8 +201,7 @@ class DecodeGrid(NamedTuple):
         in_kernel = _combines_in_kernel(
             num_reqs, num_kv_heads, sizes.rows, sizes.head_size_v, per_head, num_counters
         )
-        if max_ctas is None:
-            quantized = call.key.dtype.itemsize == 1
-            whole = whole_requests(per_head, num_reqs, max_query_len, quantized) * num_kv_heads
-            workers = whole if whole % tile.consumers == 0 else workers
+        quantized = call.key.dtype.itemsize == 1
+        whole = whole_requests(per_head, num_reqs, max_query_len, quantized) * num_kv_heads
+        workers = whole if whole % tile.consumers == 0 else workers
         return cls(workers, resident, in_kernel)

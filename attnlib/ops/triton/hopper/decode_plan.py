@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.decode_grid import (
     combine_tile,
     decode_columns,
     hopper_decode_workspace_bytes,
+    token_parts,
 )
 from attnlib.ops.triton.hopper.decode_launches import PDL_OPTIONS, HopperDecode, call_numbers
 from attnlib.ops.triton.hopper.descriptors import (
@@ -92,7 +93,7 @@ def prepare_hopper_decode(
         numbers=(*call_numbers(call, sizes.num_blocks, sizes.rows), int(call.batch.early)),
         combine_tail=(
             *(call.batch.num_decodes, sizes.rows),
-            *(*call.out.stride()[:2], call.lse_stride, None, None),
+            *(*call.out.stride()[:2], call.lse_stride, None, call.num_tokens),
         ),
         lse_offset=num_partials * sizes.head_size_v,
         header_offset=num_partials * (sizes.head_size_v + 1),
@@ -106,7 +107,7 @@ def prepare_hopper_decode(
             tile.consumers,
         ),
         attend=_attend(call, config, tile, grid),
-        combine=None if grid.in_kernel else _combine(call, sizes, config.V_SIGNS),
+        combine=None if grid.in_kernel else _combine(call, sizes, grid.workers, config.V_SIGNS),
     )
 
 
@@ -217,9 +218,8 @@ def _attend(
     return BoundLaunch(hopper_decode_kernel, ctas, options | score_constants(call.params, "gluon"))
 
 
-def _combine(call: AttentionCall, sizes: DecodeSizes, signs: int) -> BoundLaunch:
-    """The launch of the combine kernel."""
-    num_rows = call.num_tokens * sizes.num_kv_heads * sizes.group
+def _combine(call: AttentionCall, sizes: DecodeSizes, workers: int, signs: int) -> BoundLaunch:
+    """The launch of the combine kernel after `workers`."""
     options: dict[str, Any] = {
         "NUM_KV_HEADS": sizes.num_kv_heads,
         "GROUP": sizes.group,
@@ -228,15 +228,16 @@ def _combine(call: AttentionCall, sizes: DecodeSizes, signs: int) -> BoundLaunch
         "HAS_SINK": call.params.sinks is not None,
         "HAS_LSE": call.lse is not None,
         "V_SIGNS": signs,
-        **combine_tile(num_rows, sizes.group, sizes.head_size_v),
+        **combine_tile(call, sizes, workers // sizes.num_kv_heads),
         **PDL_OPTIONS,
         # The sum of two products has two fused forms, of which LLVM chose one for the kernel that
         # rotates and the other one for the kernel that does not.
         "enable_fp_fusion": False,
     }
     programs = triton.cdiv(sizes.group, options["HEADS"])
-    grid = (call.num_tokens, sizes.num_kv_heads, programs)
-    return BoundLaunch(hopper_combine_kernel, grid, options)
+    blocks = sizes.num_kv_heads * programs
+    parts = token_parts(call.num_tokens, options, blocks, call.limits.num_sms)
+    return BoundLaunch(hopper_combine_kernel, (parts, sizes.num_kv_heads, programs), options)
 
 
 def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:

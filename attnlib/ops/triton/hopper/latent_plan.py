@@ -11,7 +11,12 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.triton.attention_call import AttentionCall
-from attnlib.ops.triton.hopper.decode_grid import workers_per_head
+from attnlib.ops.triton.hopper.decode_grid import (
+    MOST_TOKENS,
+    are_mostly_whole,
+    token_parts,
+    workers_per_head,
+)
 from attnlib.ops.triton.hopper.decode_launches import HopperDecode, unbounded
 from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.combine import hopper_combine_kernel
@@ -38,11 +43,11 @@ _LEAST_TILES = 2
 """Units of work of a range, at least: with shorter ones, combining takes longer than it saves."""
 _FEW_RESULTS = 1024
 """Rows of the output up to which one is combined by several programs."""
-_MOST_TOKENS = 32
-"""Tokens of a program that combines splits, where most requests have one."""
-_PROGRAMS_PER_SM = 4
-"""Programs of a multiprocessor there: as many as it has registers for. All of them wait for the
-last split, and others would begin after them."""
+_FEW_SPLITS = 10
+"""Splits of a row that two rounds of loads of 8 bring. On an H200, in us, with loads of 16 and of
+8: 16 requests of 8k latents, 2 tokens of 32 heads 61.4 and 58.1, 4 tokens of 16 heads 60.0 and
+58.4. Loads of 64 parts by 128 elements and of 32 by 64, one request: 2 tokens of 128 heads over 2k
+19.6 and 15.9, 4 tokens of 64 heads 19.4 and 15.5, 128 heads over 8k 19.8 and 18.1."""
 
 
 def latent_decode_workspace_bytes(
@@ -80,17 +85,25 @@ def _combine_tile(
         heads = min(4, triton.next_power_of_2(group))
         tile = {"HEADS": heads, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 4, "num_warps": 4}
         # Most programs of many requests would only see that there is one split.
-        most_are_whole = num_ranges is not None and 2 * num_reqs > num_ranges // blocks
-        return {**tile, "TOKENS": _MOST_TOKENS} if most_are_whole else tile
+        are_whole = num_ranges is not None and are_mostly_whole(num_reqs, num_ranges // blocks)
+        return {**tile, "TOKENS": MOST_TOKENS} if are_whole else tile
     splits = num_ranges // (num_reqs * blocks) + 2
+    if num_rows > _FEW_RESULTS // 4 and splits <= _FEW_SPLITS:
+        return {"HEADS": 1, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 8, "num_warps": 2}
+    if group > 32:
+        size = head_size_v // 8
+        return {"HEADS": 1, "PARTS": 8, "DV_PAD": size, "STEP": 32, "num_warps": 1}
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
     # for each row, and 51.0 with four; 16 requests 33.3 and 32.5 us. 64 requests of 16k latents
     # take 292.7 us with a step of 8 and two warps, and 294.5 with 16 and four.
-    whole_rows = group <= 16 and num_rows > _FEW_RESULTS // 4
-    step = min(64, max(8 if whole_rows else 16, triton.next_power_of_2(splits)))
-    parts = 1 if whole_rows and step <= 16 else 4
-    size, warps = head_size_v // parts, step // (4 * parts)
-    return {"HEADS": 1, "PARTS": parts, "DV_PAD": size, "STEP": step, "num_warps": warps}
+    step = min(64, max(16, triton.next_power_of_2(splits)))
+    return {
+        "HEADS": 1,
+        "PARTS": 4,
+        "DV_PAD": head_size_v // 4,
+        "STEP": step,
+        "num_warps": step // 16,
+    }
 
 
 def prepare_latent_decode(
@@ -228,9 +241,5 @@ def _combine_launch(call: AttentionCall, group: int, num_ranges: int | None) -> 
         **tile,
     }
     head_blocks, programs = num_heads // group, triton.cdiv(group, tile["HEADS"]) * tile["PARTS"]
-    parts = call.num_tokens
-    if "TOKENS" in tile:
-        resident = _PROGRAMS_PER_SM * call.limits.num_sms // (head_blocks * programs)
-        each = triton.cdiv(parts, max(1, resident, triton.cdiv(parts, tile["TOKENS"])))
-        parts = triton.cdiv(parts, each)
+    parts = token_parts(call.num_tokens, tile, head_blocks * programs, call.limits.num_sms)
     return BoundLaunch(hopper_combine_kernel, (parts, head_blocks, programs), options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnlib.ops.triton.hopper.decode_grid import whole_requests
+from attnlib.ops.triton.hopper.decode_grid import are_mostly_whole, token_parts, whole_requests
 from tests.ops.triton.cross_compile import compile_in_process
 
 
@@ -36,12 +36,25 @@ def test_verification_uses_all_consumers() -> None:
     [
         (128, 32),
         (256, 32),
-        (60, 33),  # 30 consumers would be less than 0.95 of the chip
+        (60, 30),
+        (58, 33),  # 29 consumers would be less than 0.9 of the chip
         (48, 33),
     ],
 )
 def test_quantized_caches_need_most_of_the_chip(num_reqs: int, expected: int) -> None:
     assert whole_requests(33, num_reqs, 1, quantized=True) == expected
+
+
+def test_programs_that_combine_are_resident_together() -> None:
+    """Four on each multiprocessor where most requests have one split; 32 tokens each at most."""
+    assert [are_mostly_whole(reqs, 132) for reqs in (1, 64, 65, 512)] == [False, False, True, True]
+    for tokens in (1, 5, 127, 128, 200, 512, 5000):
+        for programs in (1, 8, 16, 64):
+            assert token_parts(tokens, {}, programs, 132) == tokens
+            parts = token_parts(tokens, {"TOKENS": 32}, programs, 132)
+            each = -(-tokens // parts)
+            assert each <= 32 and (parts - 1) * each < tokens <= parts * each
+            assert parts * programs <= 4 * 132 or parts == -(-tokens // 32)
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ def test_few_requests_load_many_splits_together() -> None:
     assert _tile(32, 32, 128)["PARTS"] == 1
     many = _tile(64, 64, 16)
     assert (many["STEP"], many["PARTS"], many["num_warps"]) == (8, 1, 2)
+    assert _tile(16, 32, 32) == _tile(16, 64, 16) == many  # of 8 splits each, or up to 10
+    assert _tile(1, 2, 128) == _tile(1, 1, 64)  # 33 and 134 ranges
 
 
 def test_programs_of_whole_requests_look_at_several_tokens() -> None:
