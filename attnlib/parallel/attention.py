@@ -17,6 +17,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
 from attnlib.device import resolve_device
 from attnlib.layer.call import new_lse
+from attnlib.parallel.between import attend_keys
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.checks import ParallelCall, check_parallel_call
 from attnlib.parallel.divisions import Division
@@ -208,23 +209,22 @@ class ParallelAttention(nn.Module):
         has_state = self._attend_new(call, cache, metadata, out, own_lse)
         if metadata.cached is not None:
             queries = self.exchange.gather_heads(own)
-            found = self.attend_cached(queries, cache, metadata, self.exchange.fits(tokens))
-            self.exchange.combine(
-                *found, metadata.merge_rows, out, own_lse, self.sinks, has_state=has_state
-            )
+            by_memory = self.exchange.fits(tokens) and not has_state
+            partial, partial_lse, splits = attend_keys(self, queries, cache, metadata, by_memory)
+            state = partial, partial_lse, metadata.merge_rows, out, own_lse, self.sinks
+            self.exchange.combine(*state, has_state=has_state, splits=splits)
         elif self.sinks is not None:
             self.exchange.add_sinks(out, own_lse, self.sinks)
         return result, lse
 
     def attend_cached(
-        self, queries: Tensor, cache: PagedKVCache, metadata: ParallelMetadata, early: bool = False
+        self, queries: Tensor, cache: PagedKVCache, metadata: ParallelMetadata
     ) -> tuple[Tensor, Tensor]:
         """The state of the query heads of all ranks, `[T, world_size * Hq, D]`, over this rank's
-        keys, and LSEs. Nothing is exchanged. `early` is between the kernels of one by memory."""
+        keys: output and LSE, -inf for tokens that see none of them. Nothing is exchanged."""
         layer = self.context if metadata.over_context else self.cached
-        batch = metadata.behind_queries if early else metadata.cached
-        assert layer is not None and batch is not None
-        out, lse = layer(queries, None, None, cache, batch, True)
+        assert layer is not None and metadata.cached is not None
+        out, lse = layer(queries, None, None, cache, metadata.cached, True)
         if metadata.empty is not None:
             lse[: len(metadata.empty)].masked_fill_(metadata.empty[:, None], -torch.inf)
         return out, lse

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlib.ops.dispatch import operation
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.torch.softmax import add_sink, merge_weights
 from attnlib.parallel.group import RankGroup
 from attnlib.parallel.merge import MergeRows, Parts
@@ -120,6 +121,7 @@ class Exchange:
         sinks: Tensor | None,
         *,
         has_state: bool = True,
+        splits: SplitStates | None = None,
     ) -> None:
         """Merge the partial results of all ranks, and the sinks, into the state of this rank's
         heads.
@@ -132,11 +134,12 @@ class Exchange:
             lse: `[T, Hq]` float32 of that state; -inf for none. Overwritten.
             sinks: `[Hq]`, counted here once (M4), or None.
             has_state: whether `output` and `lse` hold a state; otherwise they may hold anything.
+            splits: those of `partial`, where they are not combined; by memory only.
         """
         if self.fits(output.shape[0]) and not has_state:
             merge = operation("peer_words", "merge_words", output)
             given = (partial, partial_lse, output, lse, self._peers)
-            merge(*given, num_kv_heads=self._kv_heads, sinks=sinks)
+            merge(*given, num_kv_heads=self._kv_heads, sinks=sinks, splits=splits)
             return
         if not has_state:
             lse.fill_(-torch.inf)

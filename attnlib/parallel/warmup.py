@@ -9,6 +9,7 @@ import torch
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.warmup import warmup
 from attnlib.ops.dispatch import operation
+from attnlib.ops.split_states import SplitStates
 from attnlib.parallel.attention import ParallelAttention
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.merge import MergeRows, Parts
@@ -76,7 +77,12 @@ def _exchange(layer: ParallelAttention, tokens: int, device: torch.device) -> No
     merged = query.new_empty(tokens, spec.num_heads, spec.head_size_v)
     lse = sent[1].new_empty(tokens, spec.num_heads)
     rows = MergeRows.of(layer.group.world_size, tokens, spec.has_sink, device)
-    layer.exchange.combine(*sent, rows, merged, lse, layer.sinks, has_state=False)
+    state = *sent, rows, merged, lse, layer.sinks
+    layer.exchange.combine(*state, has_state=False)
+    if hasattr(layer.cached.impl, "forward_uncombined"):
+        layer.exchange.gather_heads(query)
+        splits = SplitStates.of(tokens, spec.num_kv_heads, device)
+        layer.exchange.combine(*state, has_state=False, splits=splits)
 
 
 def _warm_up_prefill(layer: ParallelPrefill, cache: PagedKVCache, limits: BatchLimits) -> None:

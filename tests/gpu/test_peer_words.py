@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.peer_words import merge_words, share_words
 from tests.gpu.devices import needs_gpu
+from tests.ops.triton.hopper.early_decodes import combine_splits
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -41,6 +43,7 @@ class Step:
     shared: list[Tensor]
     out: list[Tensor]
     lse: list[Tensor]
+    splits: list[SplitStates | None]
 
     @classmethod
     def of(cls, ranks: Ranks, sizes: tuple[int, ...], dtype: torch.dtype, has_sink: bool) -> Step:
@@ -61,6 +64,7 @@ class Step:
             each(1),
             each(tokens, heads, size_v, dtype=dtype),
             each(tokens, heads),
+            [None] * world,
         )
         step.draw()
         return step
@@ -86,6 +90,7 @@ class Step:
             peers,
             num_kv_heads=self.kv_heads,
             sinks=self.sinks[rank],
+            splits=self.splits[rank],
         )
 
     def check(self) -> None:
@@ -164,6 +169,43 @@ def test_exchanges_of_changing_sizes(world: int, dtype: torch.dtype) -> None:
         step = Step.of(ranks, sizes, dtype, number % 2 == number // len(SIZES))
         ranks.exchange(step)
         step.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world", [2, 4])
+def test_states_in_splits(world: int, dtype: torch.dtype) -> None:
+    """X5: splits that a decode has left are combined before they are sent."""
+    ranks, counts = Ranks(world), (20, 1, 40, 3)
+    for _ in range(3):
+        step = Step.of(ranks, (len(counts) + 1, 4, 2, 128, 128), dtype, True)
+        whole = [leave_splits(step, rank, counts) for rank in range(world)]
+        ranks.exchange(step)
+        step.partial, step.lses = [out.to(dtype) for out, _ in whole], [lse for _, lse in whole]
+        step.check()
+
+
+def leave_splits(step: Step, rank: int, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Let the states of a rank be in so many splits; those of the last token are of none. Returns
+    what they are combined to."""
+    partial, lses, kv_heads = step.partial[rank], step.lses[rank], step.kv_heads
+    rows, size = partial.shape[1] // kv_heads, partial.shape[2]
+    headers = torch.zeros(len(counts) + 1, kv_heads, dtype=torch.int32)
+    for token, count in enumerate(counts):
+        for kv_head in range(kv_heads):
+            first = 2 * (kv_head + kv_heads * 50 * token) + 1
+            headers[token, kv_head] = first << 15 | count
+    space = 2 * kv_heads * 50 * len(counts) * rows
+    outs, of_splits = torch.randn(space * size), 3 * torch.randn(space)
+    starts = torch.arange(len(counts) + 1, dtype=torch.int32)
+    splits = SplitStates(outs, of_splits, headers.flatten(), starts, rows)
+    found = partial.float().cpu(), lses.cpu()
+    combine_splits(splits, *found, kv_heads)
+    on_device = (x.to(partial.device) for x in splits[:-1])
+    step.splits[rank] = SplitStates(*on_device, rows)
+    for token, count in enumerate(counts):
+        if count > 1:
+            partial[token], lses[token] = torch.nan, torch.nan
+    return found
 
 
 @pytest.mark.parametrize("alternate", [True, False])

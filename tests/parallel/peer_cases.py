@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from attnlib.errors import ContractError, RankLostError, UnsupportedConfigError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.kernels import peer_waits, peer_words
 from attnlib.ops.triton.peer_words import merge_words, share_words
 from attnlib.parallel import RankGroup, divided_batch, exchange, warmup_parallel
@@ -81,7 +83,28 @@ def peer_memory(group: RankGroup) -> str:
     # Of two layers, two warm-ups and four steps, one of which has a state over new tokens.
     runs = [int(each.max()) for each in (buffers.share_counts, buffers.merge_counts)]
     runs.append(len(overlapping))  # no warm-up does
-    return "" if runs == [12, 10, 8] else f"{runs} exchanges of queries and results, overlaps"
+    return "" if runs == [12, 10, 6] else f"{runs} exchanges of queries and results, overlaps"
+
+
+def decodes_by_triton(group: RankGroup) -> str:
+    """Decodes that leave the combination of their splits to the exchange, where they have any."""
+    from attnlib.backends.triton.impl import TritonImpl
+
+    buffers, attend = shared_buffers(group), TritonImpl.forward_uncombined
+    with (
+        mock.patch.object(RankGroup, "peers", lambda *_: buffers),
+        mock.patch.object(exchange, "operation", by_memory),
+        mock.patch.object(peer_words, "_late", yielding(peer_words._late)),
+        mock.patch.object(TritonImpl, "forward_uncombined", autospec=True) as called,
+    ):
+        called.side_effect = attend
+        options = {"exchange": "peer_memory", "backend": "triton"}
+        run = Run(Problem({"has_sink": True}, options=options), group)
+        for end in range(1, 5):
+            error = error_of(*run.step([(1, end), (0, 0), (0, 0), (1, end)]))
+            if not error <= LIMIT:
+                return f"length {end}: error {error:g}"
+    return "" if called.call_count == 4 else f"{called.call_count} calls"
 
 
 def overlapping_with(found: list[Any]) -> Callable[[Any], Any]:
@@ -232,6 +255,57 @@ def queries_between_words(group: RankGroup) -> str:
     return "" if torch.equal(found, wanted) else f"{found.tolist()}"
 
 
+def uncombined(group: RankGroup) -> str:
+    """Tokens with states of 4 splits, of one, and of none: a row past the batch."""
+    buffers, world, kv_heads, rows, size = shared_buffers(group), group.world_size, 2, 6, 6
+    for dtype in (torch.float32, torch.bfloat16):
+        states, given = [], None
+        for rank in range(world):
+            draw = torch.Generator().manual_seed(rank)
+            heads = kv_heads * world
+            outs, lses = torch.randn(40, rows, size, generator=draw), torch.randn(40, rows)
+            lses = 3 * torch.randn(40, rows, generator=draw)
+            lses[3] = -torch.inf
+            partial = torch.randn(3, heads, size, generator=draw).to(dtype)
+            partial_lse = torch.randn(3, heads, generator=draw)
+            headers = torch.tensor([3 << 15 | 4, 2 << 15 | 4, 1, 1, 5 << 15 | 3, 5])
+            first_row = torch.tensor([0, world, 0])  # of the third token none is read
+            headers = headers.view(3, kv_heads) | (first_row << 9)[:, None]
+            whole, whole_lse = partial.clone(), partial_lse.clone()
+            for kv_head, first in enumerate((3, 2)):
+                places = [first, *((first // 2 + split * kv_heads) * 2 for split in (1, 2, 3))]
+                for head in range(world):
+                    weights = (lses[places, head] * math.log(2)).softmax(0)
+                    place = kv_head * world + head
+                    whole[0, place] = (outs[places, head] * weights[:, None]).sum(0)
+                    whole_lse[0, place] = (lses[places, head] * math.log(2)).logsumexp(0)
+            partial[0], partial_lse[0] = torch.nan, torch.nan
+            whole[2], whole_lse[2] = 0, -torch.inf
+            states.append((whole.float(), whole_lse))
+            if rank == group.rank:
+                starts = torch.tensor([0, 1, 2]).int()
+                splits = SplitStates(outs, lses, headers.int().flatten(), starts, rows)
+                given = partial, partial_lse, splits
+        assert given is not None
+        out, lse = torch.empty(3, kv_heads, size, dtype=dtype), torch.empty(3, kv_heads)
+        at_once = 1 << 14 if dtype == torch.float32 else 32  # all splits, or 1 or 2
+        with (
+            mock.patch.object(peer_words, "_late", yielding(peer_words._late)),
+            mock.patch("attnlib.ops.triton.peer_words._SPLIT_ELEMENTS", at_once),
+        ):
+            merge_words(*given[:2], out, lse, buffers, num_kv_heads=2, sinks=None, splits=given[2])
+        own = slice(group.rank, None, world)
+        parts, logits = (torch.stack([each[n][:, own] for each in states]) for n in (0, 1))
+        weights = torch.where(logits == -torch.inf, 0.0, logits.softmax(0))
+        wanted = (parts * weights[..., None]).sum(0)
+        error = float((out.float() - wanted).abs().max())
+        expected_lse = logits.logsumexp(0)
+        same = torch.where(expected_lse == lse, 0.0, expected_lse - lse).abs().max()
+        if not (error <= (2e-2 if dtype == torch.bfloat16 else 1e-5) and same <= 1e-5):
+            return f"{dtype}: error {error:g}, of LSEs {float(same):g}"
+    return ""
+
+
 def full_buffers(group: RankGroup) -> str:
     """What does not fit is exchanged by messages, queries and results alike."""
     run = Run(Problem({"has_sink": True}), group)
@@ -256,7 +330,7 @@ def refused(group: RankGroup) -> str:
     return "" if named else f"{found}"
 
 
-ANY_NUMBER = ("peer memory", "queries between words", "full buffers")
+ANY_NUMBER = ("peer memory", "queries between words", "full buffers", "uncombined")
 """Cases of any number of ranks."""
 CASES: dict[str, Callable[[RankGroup], str]] = {
     "peer memory": peer_memory,
@@ -267,5 +341,7 @@ CASES: dict[str, Callable[[RankGroup], str]] = {
     "two streams": two_streams,
     "queries between words": queries_between_words,
     "full buffers": full_buffers,
+    "uncombined": uncombined,
+    "decodes by Triton": decodes_by_triton,
     "refused on a CPU": refused,
 }

@@ -14,6 +14,7 @@ from attnlib.backends.triton.metadata import TritonMetadata
 from attnlib.backends.triton.plan import make_plan
 from attnlib.backends.triton.rotating_plan import make_rotating_plan
 from attnlib.backends.triton.spec_shape import layer_shape
+from attnlib.backends.triton.uncombined import forward_uncombined
 from attnlib.cache.storage import PagedKVCache
 from attnlib.metadata.compressed import CompressedKeys
 from attnlib.ops.rotary import HeadNorm
@@ -156,6 +157,7 @@ class TritonImpl(AttentionImpl):
 
     plan = make_plan
     rotating_plan = make_rotating_plan
+    forward_uncombined = forward_uncombined
 
     def forward(
         self,
@@ -169,11 +171,10 @@ class TritonImpl(AttentionImpl):
         if query.shape[0] == 0:
             return
         signature = forward_signature(self, query, cache, output, lse)
-        plan = metadata.plans.get(signature)
+        plan: Any = metadata.plans.get(signature)
         if plan is None:
             plan = self.plan(signature, query, None, None, cache, metadata, output, lse)
             metadata.plans[signature] = plan
-        assert plan is not None
         plan.run(self, query, None, None, cache, output, lse)
 
     def forward_selected(

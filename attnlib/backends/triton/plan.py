@@ -51,6 +51,7 @@ class TritonPlan:
         ContractError: tensors that the kernels cannot address.
     """
 
+    uncombined: ClassVar[bool] = False
     takes_batches: ClassVar[bool] = True
     """`run` also takes a contiguous query and output with a batch dimension, `[B, T / B, H, D]`."""
 
@@ -74,7 +75,7 @@ class TritonPlan:
         self._signature = signature
         self._metadata = weakref.ref(metadata)  # the batch owns its plans
         self._split = metadata.num_decode_tokens if metadata.num_prefills else 0
-        batch = batch_of(metadata)
+        batch = batch_of(metadata, self.uncombined)
         step = (impl, signature, call, metadata, batch, kernels, rotation)
         launches = self._launches = find_step(*step)
         self.rotated = launches.rotated
@@ -199,15 +200,15 @@ def make_plan(
     return TritonPlan(self, signature, call, metadata, self._kernels)
 
 
-def batch_of(metadata: TritonMetadata) -> Batch:
-    """The tensors of a batch; an empty batch is one prefill."""
+def batch_of(metadata: TritonMetadata, uncombined: bool = False) -> Batch:
+    """The tensors of a batch; an empty batch is one prefill. See `BatchTensors.uncombined`."""
     decodes = prefills = None
     is_mixed = metadata.num_decodes and metadata.num_prefills
     shared = (metadata.workspace, metadata.counters, metadata.max_seq_len)
     if metadata.num_decodes:
         part = metadata.part_tensors(is_decode=True) if is_mixed else metadata
         decodes = BatchTensors.of_part(part, *shared, metadata.max_decode_query_len)
-        decodes = decodes._replace(early=metadata.early) if metadata.early else decodes
+        decodes = decodes._replace(early=metadata.early, uncombined=uncombined)
     if metadata.num_prefills or decodes is None:
         part = metadata.part_tensors(is_decode=False) if is_mixed else metadata
         prefills = BatchTensors.of_part(part, *shared, metadata.max_query_len)

@@ -55,6 +55,7 @@ class BatchTensors(NamedTuple):
         early: the kernel that is launched before a decode writes nothing but its queries, and
             lets it start only after all earlier kernels have ended. The decode may read keys, and
             the other tensors of the batch, while that kernel runs.
+        uncombined: a decode may leave splits to the caller (`SplitStates`).
     """
 
     query_start_loc: Tensor
@@ -68,6 +69,7 @@ class BatchTensors(NamedTuple):
     score_tensors: tuple[Tensor, ...] = ()
     max_query_len: int = 0
     early: bool = False
+    uncombined: bool = False
 
     @classmethod
     def of(
@@ -141,7 +143,7 @@ class BatchTensors(NamedTuple):
 
     def form(self) -> tuple[Any, ...]:
         """What a launch follows from in these tensors: dtypes, row counts and strides."""
-        starts, lens, table, flags, bias, _, counters, _, score_tensors, _, early = self
+        starts, lens, table, flags, bias, _, counters, _, score_tensors, _, *last = self
         return (  # one display: unpacking tuples into it would take as long as the rest
             starts.dtype,
             starts.shape,
@@ -154,7 +156,7 @@ class BatchTensors(NamedTuple):
             None if bias is None else (bias.dtype, bias.shape[1], bias.stride()),
             None if counters is None else (counters.dtype, counters.numel()),
             len(score_tensors),
-            early,
+            *last,
         )
 
     def length_class(self, cache: Tensor) -> int:

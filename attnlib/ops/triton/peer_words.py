@@ -9,6 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from attnlib.ops.checks import vector_elements
 from attnlib.ops.peer_buffers import MERGED_WORDS, PeerBuffers, ShareTile
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of, programmatic_launch
 from attnlib.ops.triton.kernels.peer_words import merge_words_kernel, share_words_kernel
 from attnlib.ops.triton.launch.bound import BoundLaunch
@@ -16,6 +17,8 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 
 __all__ = ["merge_words", "share_words"]
 
+_SPLIT_ELEMENTS = 16384
+"""Of the splits that a program loads at a time: 64 in each of 256 threads."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -69,6 +72,7 @@ def merge_words(
     *,
     num_kv_heads: int,
     sinks: Tensor | None,
+    splits: SplitStates | None = None,
 ) -> None:
     """Exchange partial states and merge those of the own heads, after `share_words`.
 
@@ -81,37 +85,18 @@ def merge_words(
         peers: the buffers.
         num_kv_heads: of each rank.
         sinks: `[num_kv_heads * n]`, counted once, or None.
+        splits: of a decode that has not combined them; the tensors above have the other states.
     """
     words, partial_lse = partial.contiguous().view(torch.int32), partial_lse.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    tokens, heads, _ = out.shape
-    world = len(peers.distances)
+    heads, world = out.shape[1], len(peers.distances)
     states = (words, partial_lse, out, lse, lse if sinks is None else sinks)
     key = (
-        *("merge words", out.get_device(), out.shape, num_kv_heads, sinks is None),
+        *("merge words", out.get_device(), out.shape, num_kv_heads, sinks is None, splits is None),
         *(peers.rank, world, *((x.dtype, x.stride()) for x in states)),
     )
-    padded, lanes = triton.next_power_of_2(world), triton.next_power_of_2(words.shape[2])
-    programs = tokens * heads
     launch = LAUNCHES.get(key) or LAUNCHES.keep(
-        key,
-        BoundLaunch(
-            merge_words_kernel,
-            (programs, 1, 1),
-            {
-                "HAS_SINK": sinks is not None,
-                "WORLD": world,
-                "WORLD_PAD": padded,
-                "KIND": _KINDS[out.dtype],
-                "SIZE": words.shape[2],
-                "LANES": lanes,
-                "WORDS": MERGED_WORDS,
-                "VEC": vector_elements("partial", words),
-                "ON_GPU": _can_stop(out),
-                "num_warps": max(1, min(4, padded * lanes // 256)),
-                **programmatic_launch(limits_of(out), programs),
-            },
-        ),
+        key, _merge_launch(words, out, world, sinks is not None, splits is not None)
     )
     numbers = (
         *(heads, heads // num_kv_heads, peers.rank),
@@ -119,7 +104,40 @@ def merge_words(
         *(out.stride(0), out.stride(1), lse.stride(0)),
     )
     own = (peers.merged, peers.merged_lses, peers.merge_counts, peers.distances, peers.waits)
-    _run(launch, out, peers, (*states, *own), numbers)
+    none = peers.merge_counts
+    found = SplitStates(lse, lse, none, none[:1, 0], 0) if splits is None else splits
+    aligned, parts = (*states, *own, found.outs), (found.lses, found.headers, found.starts)
+    last = (found.starts.shape[0] - 1, found.rows)
+    _run(launch, out, peers, aligned, (*parts, *numbers, *last))
+
+
+def _merge_launch(
+    words: Tensor, out: Tensor, world: int, has_sink: bool, has_splits: bool
+) -> BoundLaunch:
+    """The launch of `merge_words`, whose `partial` is in words."""
+    padded, lanes = triton.next_power_of_2(world), triton.next_power_of_2(words.shape[2])
+    programs, warps, step = out.shape[0] * out.shape[1], max(1, min(4, padded * lanes // 256)), 0
+    if has_splits:
+        elements = padded * triton.next_power_of_2(out.shape[2])
+        warps, step = 8, max(1, min(32, _SPLIT_ELEMENTS // elements))
+    return BoundLaunch(
+        merge_words_kernel,
+        (programs, 1, 1),
+        {
+            "HAS_SINK": has_sink,
+            "WORLD": world,
+            "WORLD_PAD": padded,
+            "KIND": _KINDS[out.dtype],
+            "SIZE": words.shape[2],
+            "LANES": lanes,
+            "WORDS": MERGED_WORDS,
+            "VEC": vector_elements("partial", words),
+            "STEP": step,
+            "ON_GPU": _can_stop(out),
+            "num_warps": warps,
+            **programmatic_launch(limits_of(out), programs),
+        },
+    )
 
 
 def _can_stop(tensor: Tensor) -> bool:
@@ -132,13 +150,13 @@ def _run(
     like: Tensor,
     peers: PeerBuffers,
     tensors: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
+    others: tuple[Tensor | int, ...],
 ) -> None:
     peers.check()
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
     with device_guard(like):
-        launch.run((*tensors, *numbers), addresses, like.get_device())
+        launch.run((*tensors, *others), addresses, like.get_device())
     if not like.is_cuda:  # the kernel has ended, and cannot stop with an error
         peers.check()

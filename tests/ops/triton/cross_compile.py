@@ -744,6 +744,7 @@ def _merge_rows() -> None:
 
 def _peer_words() -> None:
     from attnlib.ops.peer_buffers import PeerBuffers
+    from attnlib.ops.split_states import SplitStates
     from attnlib.ops.triton.peer_words import merge_words, share_words
 
     buffers = [torch.zeros(PeerBuffers.num_bytes(), dtype=torch.uint8) for _ in range(2)]
@@ -751,7 +752,9 @@ def _peer_words() -> None:
     share_words(torch.empty(4, 256, dtype=torch.bfloat16), peers)
     partial, out = (torch.empty(4, heads, 128, dtype=torch.bfloat16) for heads in (8, 4))
     lses, sinks = (torch.empty(4, 8), torch.empty(4, 4)), torch.empty(4)
-    merge_words(partial, lses[0], out, lses[1], peers, num_kv_heads=2, sinks=sinks)
+    states = partial, lses[0], out, lses[1]
+    for splits in (None, SplitStates.of(4, 2, partial.device)):
+        merge_words(*states, peers, num_kv_heads=2, sinks=sinks, splits=splits)
 
 
 def _varying() -> None:

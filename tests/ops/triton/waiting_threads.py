@@ -18,6 +18,7 @@ from collections import defaultdict
 import torch
 
 from attnlib.ops.peer_buffers import PeerBuffers
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.peer_words import merge_words, share_words
 from tests.ops.triton.cross_compile import stub_target
 
@@ -72,6 +73,8 @@ def main(target: str) -> None:
         with stub_target(target) as launches:
             share_words(partial[:, :2].reshape(4, -1), peers)
             merge_words(*states, peers, num_kv_heads=1, sinks=None)
+            splits = SplitStates.of(2, 1, partial.device)
+            merge_words(*states, peers, num_kv_heads=1, sinks=None, splits=splits)
             for kernel in (launch.kernel for launch in launches):
                 found = divergent_branches(kernel.asm["ptx"])
                 before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnlib.kv_rotation import KVRotation
+from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.batch_tensors import BatchTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits
@@ -101,6 +102,7 @@ class HopperDecode:
         key_address: what it takes after the descriptors, the address of the keys or None.
         takes_scores: it takes tensors of a score function and counters.
         rotated: what the kernels rotate, queries, and outputs back (P15); else None.
+        split_rows: rows of partial results that the caller combines (`splits`); else 0.
     """
 
     limits: DeviceLimits
@@ -123,6 +125,7 @@ class HopperDecode:
     key_address: tuple[Source | None, ...] = ()
     takes_scores: bool = True
     rotated: KVRotation | None = None
+    split_rows: int = 0
 
     needs_alignment: ClassVar[bool] = True
     """TMA and 16-byte loads require aligned tensors, also for launches by Triton."""
@@ -203,7 +206,7 @@ class HopperDecode:
                 return None
             partials = (outputs, outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset)
         lists = (None if self.packed else starts.data_ptr(), lens.data_ptr(), table.data_ptr())
-        counted = None if counters is None or self.combine is not None else counters.data_ptr()
+        counted = counters.data_ptr() if counters is not None and self._counts else None
         return (*lists, *partials, counted, *(batch_score_values(score, True) if score else ()))
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
@@ -215,10 +218,24 @@ class HopperDecode:
             headers = space[self.header_offset :].view(torch.int32)
             partials = (space, space[self.lse_offset :], headers)
         starts = None if self.packed else batch.query_start_loc
-        counters = batch.counters if self.combine is None else None
+        counters = batch.counters if self._counts else None
         lists = (starts, batch.seq_lens, batch.block_table)
         scores = batch_score_values(batch.score_tensors, False)
         return (*lists, *partials, counters, *scores)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the attention kernel combines splits, with counters."""
+        return self.combine is None and not self.split_rows
+
+    def splits(self, batch: BatchTensors) -> SplitStates | None:
+        """The splits of a batch, with a workspace, that has run; None if they are combined."""
+        if not self.split_rows or batch.workspace is None:
+            return None
+        space = batch.workspace.view(torch.float32)
+        parts = space[: self.lse_offset], space[self.lse_offset : self.header_offset]
+        headers = space[self.header_offset :].view(torch.int32)
+        return SplitStates(*parts, headers, batch.query_start_loc, self.split_rows)
 
     @cached_property
     def _descriptors(self) -> LaunchCache:

@@ -78,6 +78,9 @@ def prepare_hopper_decode(
     # Dispatch leaves scales of 16-bit caches in tensors to the plain kernel.
     assert is_quantized or not isinstance(params.k_scale, Tensor)
     num_partials = 2 * grid.workers * sizes.rows
+    strides = (*call.out.stride()[:2], call.lse_stride)
+    combined = (call, sizes, grid.workers, config.V_SIGNS)
+    leaves = call.batch.uncombined and not (grid.in_kernel or config.V_SIGNS or config.HAS_SINK)
     return HopperDecode(
         limits=call.limits,
         index=call.query.get_device(),
@@ -91,23 +94,16 @@ def prepare_hopper_decode(
         last_strides=gathered_strides(call.key, call.value) if gathered else _scale_strides(params),
         gathers=gathered,
         numbers=(*call_numbers(call, sizes.num_blocks, sizes.rows), int(call.batch.early)),
-        combine_tail=(
-            *(call.batch.num_decodes, sizes.rows),
-            *(*call.out.stride()[:2], call.lse_stride, None, call.num_tokens),
-        ),
+        combine_tail=(call.batch.num_decodes, sizes.rows, *strides, None, call.num_tokens),
         lse_offset=num_partials * sizes.head_size_v,
         header_offset=num_partials * (sizes.head_size_v + 1),
         workspace_bytes=hopper_decode_workspace_bytes(
-            call.num_tokens,
-            sizes.num_kv_heads,
-            sizes.group,
-            max_query_len,
-            sizes.head_size_v,
-            grid.resident,
-            tile.consumers,
+            *(call.num_tokens, sizes.num_kv_heads, sizes.group, max_query_len),
+            *(sizes.head_size_v, grid.resident, tile.consumers),
         ),
         attend=_attend(call, config, tile, grid),
-        combine=None if grid.in_kernel else _combine(call, sizes, grid.workers, config.V_SIGNS),
+        combine=None if grid.in_kernel or leaves else _combine(*combined),
+        split_rows=sizes.rows if leaves else 0,
     )
 
 

@@ -32,6 +32,12 @@ from attnlib.ops.triton.kernels.peer_waits import (
     waited,
 )
 from attnlib.ops.triton.kernels.softmax import LN2, LOG2E
+from attnlib.ops.triton.kernels.word_states import (
+    Splits,
+    combined_words,
+    load_words,
+    store_merged,
+)
 
 __all__ = ["merge_words_kernel", "share_words_kernel"]
 
@@ -117,32 +123,12 @@ def share_words_kernel(
     tl.store(shared + offsets[:, None] + lane[None, :], x, mask=mask)
 
 
-@triton.jit
-def _first_half(x, KIND: tl.constexpr):
-    """The elements of even index in 4 bytes, or all of float32."""
-    if KIND == "fp32":
-        found = x.to(tl.float32, bitcast=True)
-    elif KIND == "bf16":
-        found = (x << 16).to(tl.float32, bitcast=True)
-    else:
-        found = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return found
-
-
-@triton.jit
-def _second_half(x, KIND: tl.constexpr):
-    """The elements of odd index."""
-    if KIND == "bf16":
-        found = (x & -65536).to(tl.float32, bitcast=True)
-    else:
-        found = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return found
-
-
 @triton.jit(
     do_not_specialize="""
         num_heads per_kv rank stride_pt stride_ph stride_qt stride_ot stride_oh stride_lo
+        num_reqs split_rows
     """.split(),
+    do_not_specialize_on_alignment=["split_lses", "headers", "starts"],
 )
 def merge_words_kernel(
     partial,
@@ -155,6 +141,10 @@ def merge_words_kernel(
     counts,
     distances,
     waits,
+    split_values,
+    split_lses,
+    headers,
+    starts,
     num_heads,
     per_kv,
     rank,
@@ -164,6 +154,8 @@ def merge_words_kernel(
     stride_ot,
     stride_oh,
     stride_lo,
+    num_reqs,
+    split_rows,
     HAS_SINK: tl.constexpr,
     WORLD: tl.constexpr,
     WORLD_PAD: tl.constexpr,
@@ -172,6 +164,7 @@ def merge_words_kernel(
     LANES: tl.constexpr,
     WORDS: tl.constexpr,
     VEC: tl.constexpr,
+    STEP: tl.constexpr,
     ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -179,6 +172,7 @@ def merge_words_kernel(
 
     Grid: (tokens * heads). `partial` is in 4 bytes, SIZE for a head. A program has WORDS words for
     an exchange with each rank and one for the LSE, and serves all ranks at once: loads overlap.
+    With STEP, states of several splits are in parts, those of `SplitStates`.
     """
     program = tl.program_id(0)
     counter = counts + 2 * program
@@ -189,10 +183,20 @@ def merge_words_kernel(
     exists, own = peer < WORLD, peer == rank
     # The heads of the ranks for which this head is the `head`-th of their own.
     theirs = head // per_kv * WORLD * per_kv + peer * per_kv + head % per_kv
-    inside = (lanes < SIZE)[None, :]
-    offsets = aligned(token * stride_pt + theirs * stride_ph, VEC)
-    x = tl.load(partial + offsets[:, None] + lanes[None, :], mask=exists[:, None] & inside, other=0)
-    part = tl.load(partial_lse + token * stride_qt + theirs, mask=exists, other=0.0)
+    whole = partial + aligned(token * stride_pt + theirs * stride_ph, VEC)
+    whole_lse = partial_lse + token * stride_qt + theirs
+    if STEP:
+        kv_heads, num_rows = num_heads // per_kv, tl.load(starts + num_reqs)
+        header = tl.load(headers + token * kv_heads + head // per_kv)
+        if (token < num_rows) & ((header & 511) > 1):
+            splits = Splits(split_values, split_lses, header, split_rows, kv_heads)
+            within = theirs % (WORLD * per_kv)
+            x, part = combined_words(splits, within, exists, SIZE, LANES, STEP, KIND)
+        else:
+            is_row = exists & (token + 0 * peer < num_rows)
+            x, part = load_words(whole, whole_lse, is_row, SIZE, LANES)
+    else:
+        x, part = load_words(whole, whole_lse, exists, SIZE, LANES)
     part = part.to(tl.int32, bitcast=True)
     distance = aligned(tl.load(distances + peer, mask=exists, other=0) // 8, 8)
     sent, mine = exists & ~own, _words_of(program * WORLD + rank, number)
@@ -234,17 +238,7 @@ def merge_words_kernel(
     if HAS_SINK:
         total += tl.exp2((sink - top) * LOG2E)
     safe_total = tl.where(total == 0.0, 1.0, total)
-    # A state without keys may hold anything, and 0 * NaN is NaN.
-    seen = (weight != 0.0)[:, None]
-    even = tl.sum(tl.where(seen, _first_half(x, KIND) * weight[:, None], 0.0), 0) / safe_total
     target = out + token * stride_ot + head * stride_oh
-    even = even.to(out.dtype.element_ty)
-    if KIND == "fp32":
-        tl.store(target + lanes, even, mask=lanes < SIZE)
-    else:
-        odd = tl.sum(tl.where(seen, _second_half(x, KIND) * weight[:, None], 0.0), 0)
-        odd = (odd / safe_total).to(out.dtype.element_ty)
-        both = tl.arange(0, 2 * LANES)
-        tl.store(target + both, tl.interleave(even, odd), mask=both < 2 * SIZE)
+    store_merged(target, x, weight, safe_total, SIZE, LANES, KIND)
     merged = tl.where(total == 0.0, minus_inf, top + tl.log2(safe_total) * LN2)
     tl.store(lse + token * stride_lo + head, merged)

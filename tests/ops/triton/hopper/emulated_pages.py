@@ -26,6 +26,7 @@ from attnlib.ops.triton.launch.run import run_attention
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.hopper.early_decodes import EARLY, combine_splits
 from tests.ops.triton.hopper.emulate import print_cases, run_emulated
 from tests.ops.triton.hopper.emulated_memory import EARLY_LOADS, LAST_WRITES
 
@@ -125,22 +126,7 @@ CASES |= {
 }  # fmt: skip
 """Elements and scales after the end of a request are NaN or the largest bytes, and so are scales of
 values in front of a window."""
-CASES |= {
-    f"early, {name}": {
-        "batch": "q1s300_q1s70_q1s500", "keys": "auto", "values": None, "tile": DecodeTile(64, 3),
-        "early": ["partition 1", "partition 2"], **options,
-    }
-    for name, options in {
-        "bfloat16": {},
-        "bfloat16, combined": {"counters": True},
-        "int8, two consumers": {
-            **_ALL, "keys": INT8, "tile": DecodeTile(64, 3, 2),
-            "early": ["partition 2", "partition 4"],
-        },
-    }.items()
-}  # fmt: skip
-"""The kernel before writes the queries, which are NaN until the decode waits for it. The partitions
-that `early` names do not wait."""
+CASES |= EARLY
 
 
 def _cache(
@@ -223,15 +209,18 @@ def emulate_case(name: str) -> dict[str, Any]:
         counters = torch.zeros(1024, dtype=torch.int32) if options.get("counters") else None
         scratch = {"workspace": workspace, "counters": counters}
         batch = BatchTensors.of(params, starts, lens, table, **scratch, **bounds)
-        if options.get("early"):
-            batch, written = batch._replace(early=True), query.clone()
+        if "early" in options:
+            leaves, written = bool(options.get("uncombined")), query.clone()
+            batch = batch._replace(early=True, uncombined=leaves)
             query.fill_(torch.nan)
             LAST_WRITES.append(lambda: query.copy_(written))
         call = AttentionCall.of(query, *views, out, lse, batch, params)
         count = 0 if counters is None else counters.numel()
         prepared = prepare_hopper_decode(call, options["tile"], longest, 3, count)
-        assert (prepared.combine is None) == (count > 0), "splits are not combined as expected"
+        combines = (prepared.combine is not None, prepared.split_rows > 0)
+        assert combines == (not (count or batch.uncombined), batch.uncombined), combines
         run_attention(prepared, call)
+        combine_splits(prepared.splits(batch), out, lse, kv_heads)
         LAST_WRITES.clear()
     largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
     return {

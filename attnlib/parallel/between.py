@@ -1,0 +1,45 @@
+"""Attention of a rank to its keys, also between the two kernels of an exchange by memory (X6): keys
+are then read while queries arrive, and the second kernel combines the splits of the keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnlib.cache.storage import PagedKVCache
+from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
+from attnlib.layer.call import new_lse
+from attnlib.ops.split_states import SplitStates
+from attnlib.parallel.metadata import ParallelMetadata
+
+if TYPE_CHECKING:
+    from attnlib.parallel.attention import ParallelAttention
+
+__all__ = ["attend_keys"]
+
+
+def attend_keys(
+    layer: ParallelAttention,
+    queries: Tensor,
+    cache: PagedKVCache,
+    metadata: ParallelMetadata,
+    by_memory: bool,
+) -> tuple[Tensor, Tensor, SplitStates | None]:
+    """`ParallelAttention.attend_cached`, and states that are in splits.
+
+    Args:
+        by_memory: the launch before is that of `share_words`, the next one that of `merge_words`.
+    """
+    cached = layer.cached
+    if not by_memory or metadata.over_context or metadata.empty is not None:
+        return *layer.attend_cached(queries, cache, metadata), None
+    attend, batch = getattr(cached.impl, "forward_uncombined", None), metadata.behind_queries
+    assert batch is not None
+    if attend is None or OBSERVERS or VALIDATE_KEY in ENVIRONMENT:
+        return *cached(queries, None, None, cache, batch, True), None
+    shape = (queries.shape[0], cached.spec.num_heads, cached.spec.head_size_v)
+    out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+    lse = new_lse(cached.spec, queries)
+    return out, lse, attend(queries, cache, batch, out, lse)
