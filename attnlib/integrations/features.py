@@ -172,7 +172,7 @@ _SGLANG_FEATURES = {
     "speculation trees": _both(_REAL),
     "drafts in blocks (DFlash)": (_ABSENT, f"{_SGLANG}::test_drafts_in_blocks_see_each_other"),
     "EAGLE drafts in chains": ("refused: `DraftBackendFactory` knows fixed names", _REAL),
-    "metadata inside graphs": (_ABSENT, "refused: prepared before a replay"),
+    "metadata inside graphs": _both(f"{_SGLANG}::test_graphs_record_lengths_and_slots"),
     "gpt-oss, Llama 4, EXAONE 4": ("refused: SGLang lists their backends", _REAL),
     "Gemma 4": _both("refused: SGLang lists its backends"),
     "images (Gemma 3)": _both("absent: causal unless with `triton`"),

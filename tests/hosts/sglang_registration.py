@@ -114,6 +114,7 @@ def check_draft_steps(create: Any) -> None:
             drafts.init_forward_metadata(batch)
         else:
             drafts.init_forward_metadata_out_graph(batch, in_capture=how == "capture")
+            drafts.init_forward_metadata_in_graph(batch)
         if how == "replay":  # it reads the metadata of the capture
             for backend, metadata in zip(drafts.attn_backends, captured, strict=True):
                 backend._batches = metadata
@@ -144,7 +145,7 @@ def check_draft_steps(create: Any) -> None:
 def check_methods(ours: type, base: type) -> None:
     """Every public method of the adapter is one of SGLang's, with the same leading parameters."""
     public = {name: item for name, item in vars(ours).items() if not name.startswith("_")}
-    assert len(public) == 9 and all(hasattr(base, name) for name in public), public
+    assert len(public) == 10 and all(hasattr(base, name) for name in public), public
     for name, item in public.items():
         if not callable(item) or name == "forward_decode":  # takes any arguments
             continue

@@ -87,6 +87,10 @@ class AttnlibAttentionBackend(AttentionBackend):
         """Take a batch that is captured or replayed. A replay calls no layer, so that metadata
         that a backend computes per batch is refreshed here, in the memory that the graph reads."""
         assert self._buffers is not None  # SGLang calls `init_cuda_graph_state` first
+        follow = all(b.follows_device for (_, limits), b in self._builders.items() if limits)
+        if follow and not in_capture and not self._has_tree(forward_batch):
+            if self._buffers.fill_recorded(forward_batch, self._req_to_token):
+                return
         common = self._buffers.fill(forward_batch, self._req_to_token)
         if self._has_tree(forward_batch):
             assert self._trees is not None
@@ -97,8 +101,14 @@ class AttnlibAttentionBackend(AttentionBackend):
         if not in_capture:
             for (_, limits), builder in self._builders.items():
                 tree = builder.spec.mask_kind is MaskKind.QUERY_BIAS
-                if limits is not None and tree == (common.query_bias is not None):
+                if limits and tree == (common.query_bias is not None) and not follow:
                     builder.build(0, self._common_of(builder))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record how lengths and slots follow from SGLang's tensors, so that a replay launches
+        nothing for them. Graphs of trees record nothing."""
+        if self._capturing and self._buffers and not self._has_tree(forward_batch):
+            self._buffers.record(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured graphs read."""

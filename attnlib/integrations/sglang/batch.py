@@ -38,7 +38,7 @@ def verifies_trees(runner: Any) -> bool:
     return getattr(runner.server_args, "speculative_eagle_topk", None) not in (None, 1)
 
 
-def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, torch.Tensor, int]:
+def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, int, int]:
     """Lengths of a batch.
 
     Args:
@@ -46,8 +46,8 @@ def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, torc
         context_len: the longest sequence, the bound where SGLang has no lengths on the host.
 
     Returns:
-        The new tokens of each request (`[R]`, or one number for all), the sequence lengths with
-        them (`[R]`), and an upper bound of the sequence lengths.
+        The new tokens of each request (`[R]`, or one number for all), those of them that are not
+        part of `batch.seq_lens`, and an upper bound of the sequence lengths.
 
     Raises:
         NotImplementedError: a kind of batch that is not supported.
@@ -55,12 +55,12 @@ def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, torc
     mode = batch.forward_mode
     longest = int(batch.seq_lens_cpu.max()) if batch.seq_lens_cpu is not None else context_len
     if mode.is_decode():
-        return 1, batch.seq_lens, longest
-    if mode.is_target_verify():  # the draft tokens are not part of `seq_lens`
+        return 1, 0, longest
+    if mode.is_target_verify():
         drafted = int(batch.spec_info.draft_token_num)
-        return drafted, batch.seq_lens + drafted, min(longest + drafted, context_len)
+        return drafted, drafted, min(longest + drafted, context_len)
     if batch.extend_seq_lens is not None:
-        return batch.extend_seq_lens, batch.seq_lens, longest
+        return batch.extend_seq_lens, 0, longest
     raise NotImplementedError(
         f"attnlib has no implementation of batches with forward_mode={mode}: use another "
         "--attention-backend, for the draft model --speculative-draft-attention-backend"
@@ -89,7 +89,8 @@ def common_metadata(
     batch: Any, req_to_token: torch.Tensor, page_size: int, context_len: int
 ) -> CommonAttentionMetadata:
     """A batch outside of graphs."""
-    new, seq_lens, longest = step_lengths(batch, context_len)
+    new, uncounted, longest = step_lengths(batch, context_len)
+    seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
     requests = len(seq_lens)
     device = seq_lens.device
     host_lengths: torch.Tensor

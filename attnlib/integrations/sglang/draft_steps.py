@@ -60,7 +60,9 @@ class DraftSteps:
             backend.init_forward_metadata_out_graph(batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Nothing: replays are prepared before."""
+        """Record the lengths and slots of the steps."""
+        for backend, batch in zip(self.attn_backends, self._steps(forward_batch), strict=True):
+            backend.init_forward_metadata_in_graph(batch)
 
     def _steps(self, batch: Any) -> list[Any]:
         """What a backend reads of each step. SGLang has the slots of a request one after another,

@@ -32,6 +32,7 @@ class GraphBuffers:
     ) -> None:
         self._context_len = context_len
         self._page_size = page_size
+        self._recorded: set[tuple[int, int]] = set()  # requests, and new tokens of each
         integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._starts = torch.zeros(max_requests + 1, **integers)
         self._seq_lens = torch.zeros(max_requests, **integers)
@@ -48,20 +49,12 @@ class GraphBuffers:
         Returns:
             The batch over the buffers, with bounds that hold for every batch of this size.
         """
-        new, seq_lens, longest = step_lengths(batch, self._context_len)
-        assert isinstance(new, int)  # only decodes and verifications are captured
-        requests, tokens = len(seq_lens), new * len(seq_lens)
-        starts = torch.arange(0, tokens + 1, new, dtype=torch.int32, device="cpu")
-        self._starts[: requests + 1].copy_(starts, non_blocking=True)
-        self._seq_lens[:requests].copy_(seq_lens)
-        pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
-        self._table[:requests, : pages.shape[1]].copy_(pages)
-        slots = batch.out_cache_loc[:tokens]  # SGLang leaves out those of padding rows
-        self._slots[: len(slots)].copy_(slots)
-        self._slots[len(slots) : tokens].fill_(-1)  # nothing is written
+        self._fill_table(batch, req_to_token)
+        requests, new = self._fill_tokens(batch)
+        tokens = new * requests
         return CommonAttentionMetadata(
             query_start_loc=self._starts[: requests + 1],
-            query_start_loc_cpu=starts,
+            query_start_loc_cpu=torch.arange(0, tokens + 1, new, dtype=torch.int32, device="cpu"),
             seq_lens=self._seq_lens[:requests],
             num_reqs=requests,
             num_actual_tokens=tokens,
@@ -70,3 +63,38 @@ class GraphBuffers:
             block_table_tensor=self._table[:requests],
             slot_mapping=self._slots[:tokens],
         )
+
+    def record(self, batch: Any) -> None:
+        """Copy the lengths and slots of a captured batch, by operations that its graph records."""
+        self._recorded.add(self._fill_tokens(batch))
+
+    def fill_recorded(self, batch: Any, req_to_token: torch.Tensor) -> bool:
+        """Copy what graphs do not record, before a replay: the pages, from a table that SGLang may
+        change while a graph runs.
+
+        Returns:
+            Whether that is all: the graph of this size has recorded the rest.
+        """
+        return self._fill_table(batch, req_to_token) in self._recorded
+
+    def _fill_table(self, batch: Any, req_to_token: torch.Tensor) -> tuple[int, int]:
+        """Returns the requests, and the new tokens of each."""
+        new, _, longest = step_lengths(batch, self._context_len)
+        assert isinstance(new, int)  # only decodes and verifications are captured
+        pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
+        requests, width = pages.shape
+        self._table[:requests, :width].copy_(pages)
+        return requests, new
+
+    def _fill_tokens(self, batch: Any) -> tuple[int, int]:
+        """Returns the same."""
+        new, uncounted, _ = step_lengths(batch, self._context_len)
+        assert isinstance(new, int)
+        requests, tokens = len(batch.seq_lens), new * len(batch.seq_lens)
+        torch.arange(0, tokens + 1, new, out=self._starts[: requests + 1])
+        self._seq_lens[:requests].copy_(batch.seq_lens)
+        self._seq_lens[:requests].add_(uncounted)
+        slots = batch.out_cache_loc[:tokens]  # SGLang leaves out those of padding rows
+        self._slots[: len(slots)].copy_(slots)
+        self._slots[len(slots) : tokens].fill_(-1)  # nothing is written
+        return requests, new

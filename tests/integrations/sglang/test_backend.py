@@ -158,6 +158,65 @@ def test_padding_rows_of_a_replay_write_nothing(sglang: Any, query_len: int) -> 
     torch.testing.assert_close(out[:query_len].flatten(1), expected)
 
 
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_graphs_record_lengths_and_slots(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, query_len: int
+) -> None:
+    """A graph reads SGLang's own tensors, which are padded: with slot 0, of its padding page."""
+    engine, layer = Engine(16), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * query_len)
+    mode = Mode.DECODE if query_len == 1 else Mode.TARGET_VERIFY
+    new = [query_len] * 2
+    static = engine.batch(mode, new, [20, 40])
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    backend.forward_extend(*tensors(2 * query_len), layer, static)
+    (captured,), (builder,) = backend._batches.values(), backend._builders.values()
+    monkeypatch.setattr(type(builder), "follows_device", True)
+    monkeypatch.setattr(builder, "build", lambda *given: pytest.fail("follows the device"))
+    live = engine.batch(mode, new, [90, 33])
+    live.out_cache_loc[query_len:] = 0
+    live.seq_lens[1] = 1  # the fill value
+    addresses = [buffer.data_ptr() for buffer in vars(captured).values() if torch.is_tensor(buffer)]
+    for name in ("seq_lens", "out_cache_loc", "req_pool_indices"):
+        getattr(static, name).copy_(getattr(live, name))
+    backend.init_forward_metadata_out_graph(live)
+    backend._buffers._fill_tokens(static)  # the replay of what was recorded
+    before, _ = (buffer.clone() for buffer in engine.pool.get_kv_buffer(layer.layer_id))
+    attention, cache = backend._layers.find(layer, None, trees=False)
+    q, k, v = tensors(2 * query_len)
+    out = attention.forward(q.view(-1, HEADS, SIZE), k, v, cache, captured)
+    found = [buffer.data_ptr() for buffer in vars(captured).values() if torch.is_tensor(buffer)]
+    assert found == addresses
+    keys, _ = engine.pool.get_kv_buffer(layer.layer_id)
+    changed = (keys != before).flatten(1).any(1).nonzero()[:, 0]
+    assert sorted(changed.tolist()) == sorted({*live.out_cache_loc.tolist()})
+    expected = engine.expected(q, layer, new, [90, 33])[:query_len]
+    torch.testing.assert_close(out[:query_len].flatten(1), expected)
+
+
+def test_unrecorded_graphs_are_prepared_before_each_replay(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other sizes, and where a builder computes values on the host."""
+    engine, layer = Engine(16), make_layer()
+    backend = engine.backend
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
+    first = engine.batch(Mode.DECODE, [1, 1], [2, 2])
+    backend.init_forward_metadata_out_graph(first, in_capture=True)
+    backend.init_forward_metadata_in_graph(first)
+    backend.forward_decode(*tensors(2), layer, first)
+    (builder,) = backend._builders.values()
+    assert not builder.follows_device
+    backend.init_forward_metadata_out_graph(engine.batch(Mode.DECODE, [1, 1], [90, 33]))
+    assert backend._common.seq_lens.tolist() == [90, 33]
+    monkeypatch.setattr(type(builder), "follows_device", True)
+    verified = engine.batch(Mode.TARGET_VERIFY, [4, 4], [94, 37])
+    backend.init_forward_metadata_out_graph(verified)
+    assert backend._common.seq_lens.tolist() == [94, 37]
+
+
 def test_a_replay_builds_the_metadata_of_its_batch(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
