@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
+from attnlib import AttentionSpec, PagedKVCache
 from attnlib.ops.peer_buffers import PeerBuffers
-from attnlib.parallel import RankGroup, divided_batch
+from attnlib.parallel import Interleaved, ParallelAttention, RankGroup, divided_batch
 from tests.parallel import prefill_cases
 from tests.parallel.cases import PROBLEMS
 from tests.parallel.problem import STEPS, Problem, Run, error_of
@@ -97,6 +98,36 @@ def halves_error(problem: Problem, group: RankGroup, device: str) -> float:
     return decode_error(problem, RankGroup(parts[group.rank // half]), device)
 
 
+def splits_error(problem: Problem, group: RankGroup, device: str) -> float:
+    """Decodes of long requests, whose splits the exchange by memory combines, against messages;
+    with a graph of them."""
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    lengths, division = [20_000, 7, 9_000], Interleaved(group.world_size)
+    by_memory, by_messages = (
+        ParallelAttention(spec, group, division, exchange=method, device=device)
+        for method in ("peer_memory", "all_to_all")
+    )
+    torch.manual_seed(group.rank)
+    columns = -(-division.bound(max(lengths)) // spec.block_size)
+    cache = PagedKVCache.allocate(spec, len(lengths) * columns, device)
+    for part in (cache.key_cache, cache.value_cache):
+        part.normal_()
+    table = torch.randperm(len(lengths) * columns, device=device).view(len(lengths), -1).int()
+    common = divided_batch([1] * len(lengths), lengths, table, device)
+    batch = by_memory.make_builder().build_for_cudagraph_capture(common, write=False)
+    query = torch.randn(len(lengths), 8, 128, dtype=spec.dtype, device=device)
+    wanted = by_messages(query, None, None, cache, batch, True)
+    found = by_memory(query, None, None, cache, batch, True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = by_memory(query, None, None, cache, batch, True)
+    for part in replayed:
+        part.fill_(torch.nan)
+    graph.replay()
+    return max(error_of(*each, *wanted) for each in (found, replayed))
+
+
 class ThroughHost(RankGroup):
     """Ranks whose tensors are copied to the CPU and back for each exchange by messages."""
 
@@ -159,6 +190,7 @@ def problems(shared: bool) -> list[tuple[str, Any, Problem]]:
     if not shared:
         found.append(("replays", replay_error, REPLAYED))
         found.append(("halves of the ranks", halves_error, PROBLEMS["sinks"]))
+        found.append(("splits", splits_error, Problem()))
         named = [each for each in found if each[0] in (*BOTH, "replays")]
         found = [(f"by memory: {x}", y, exchanged_by("peer_memory", last)) for x, y, last in found]
         found += [(f"NCCL: {x}", y, exchanged_by("all_to_all", last)) for x, y, last in named]
