@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["attend_keys"]
 
+_MOST_PROGRAMS = 128
+"""Tokens times heads of a rank, one program each, whose splits the exchange combines: with their
+registers, a multiprocessor runs one at a time."""
+
 
 def attend_keys(
     layer: ParallelAttention,
@@ -37,7 +41,8 @@ def attend_keys(
         return *layer.attend_cached(queries, cache, metadata), None
     attend, batch = getattr(cached.impl, "forward_uncombined", None), metadata.behind_queries
     assert batch is not None
-    if attend is None or OBSERVERS or VALIDATE_KEY in ENVIRONMENT:
+    is_large = queries.shape[0] * layer.spec.num_heads > _MOST_PROGRAMS
+    if attend is None or is_large or OBSERVERS or VALIDATE_KEY in ENVIRONMENT:
         return *cached(queries, None, None, cache, batch, True), None
     shape = (queries.shape[0], cached.spec.num_heads, cached.spec.head_size_v)
     out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
