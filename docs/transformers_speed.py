@@ -5,8 +5,8 @@ A marker names patterns of files below benchmarks/results:
     <!-- speed: h200/generate*.json generate_overhead.json -->   ...   <!-- end of speed -->
 
 Each file of `benchmarks/gpu/generate.py` or `benchmarks/generate_overhead.py` that a pattern finds
-adds its models as columns to the table of its chip. A row that several files have shows all their
-results, in the order of the files.
+adds its models as columns to the table of its chip and versions. A row that several files have
+shows all their results, in the order of the files.
 """
 
 from __future__ import annotations
@@ -29,58 +29,64 @@ def fill(page: str, folder: Path = FOLDER) -> str:
 
 
 def table(patterns: list[str], folder: Path = FOLDER) -> str:
-    """A table for each chip, with a column for each model, and a line for each file.
+    """A table for each chip and its versions, with a column for each model, and a line for each
+    file.
 
     Args:
         patterns: of files below `folder`.
         folder: the folder of results.
     """
-    chips: dict[str, dict[str, dict[str, str]]] = {}  # chip -> row -> model -> cell
-    sources: dict[str, dict[str, list[str]]] = {}  # chip -> versions -> lines
+    tables: dict[tuple[str, str], dict[str, dict[str, str]]] = {}  # -> row -> model -> cell
+    sources: dict[tuple[str, str], list[str]] = {}
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
         document = json.loads(path.read_text())
         chip = document.get("gpu") or f"{document['cpu']}, {document['threads']} thread"
-        for label, found in _rates(document).items():
-            model, row = label
-            cells = chips.setdefault(chip, {}).setdefault(row, {})
+        place = chip, f"torch {document['torch']}, transformers {document['transformers']}"
+        for (model, row), found in _rates(document).items():
+            cells = tables.setdefault(place, {}).setdefault(row, {})
             cells[model] = "; ".join(filter(None, [cells.get(model), _cell(found)]))
-        versions = f"torch {document['torch']}, transformers {document['transformers']}"
-        lines = sources.setdefault(chip, {}).setdefault(versions, [])
-        lines.append(_source(path.relative_to(folder), document))
-    return "\n".join(_table(chip, rows, sources[chip]) for chip, rows in chips.items())
+        sources.setdefault(place, []).append(_source(path.relative_to(folder), document))
+    return "\n".join(_table(*place, rows, sources[place]) for place, rows in tables.items())
 
 
-def _table(chip: str, rows: dict[str, dict[str, str]], sources: dict[str, list[str]]) -> str:
+def _table(chip: str, versions: str, rows: dict[str, dict[str, str]], files: list[str]) -> str:
     models = list(dict.fromkeys(model for cells in rows.values() for model in cells))
     lines = [f"| {chip} | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
     for row, cells in rows.items():
         lines.append(f"| {row} | " + " | ".join(cells.get(model, "") for model in models) + " |")
-    for versions, files in sources.items():
-        lines += ["", f"With {versions}:", "", *files]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"With {versions}:", "", *files]) + "\n"
 
 
-def _rates(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float | None]]:
-    """(model, row) -> implementation -> tokens per second, None where it ended with an error."""
-    if "rows" not in document:  # on a CPU
-        return {("tokens/s", row): dict(found) for row, found in document["results"].items()}
+def _rates(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """(model, row) -> implementation -> tokens per second, and the ratio of attnlib's to them where
+    the file has one, of neighbors in time; nothing for an implementation that failed."""
+    if "rows" not in document:  # on a CPU, with one other implementation
+        return {
+            ("tokens/s", row): {
+                name: {"tokens_per_s": rate, "ratio": found["ratio"]}
+                for name, rate in found.items()
+                if name not in ("ratio", "rounds")
+            }
+            for row, found in document["results"].items()
+        }
     found = {}
     for label, by_name in document["rows"].items():
         model, _, row = label.partition(" ")
-        found[model, row] = {name: result.get("tokens_per_s") for name, result in by_name.items()}
+        found[model, row] = {
+            name: result for name, result in by_name.items() if "tokens_per_s" in result
+        }
     return found
 
 
-def _cell(rates: dict[str, float | None]) -> str:
-    """attnlib's tokens per second, and their ratio to those of each other implementation: the one
-    that a CPU row has, of neighbors in time."""
-    rate = rates.get("attnlib")
-    if rate is None:
+def _cell(found: dict[str, dict[str, Any]]) -> str:
+    """attnlib's tokens per second, and their ratio to those of each other implementation."""
+    if "attnlib" not in found:
         return "failed"
+    rate = found["attnlib"]["tokens_per_s"]
     ratios = [
-        f"{rates.get('ratio') or rate / other:.2f} {SHORT.get(name, name)}"
-        for name, other in rates.items()
-        if other is not None and name not in ("attnlib", "ratio", "rounds")
+        f"{result.get('ratio') or rate / result['tokens_per_s']:.2f} {SHORT.get(name, name)}"
+        for name, result in found.items()
+        if name != "attnlib"
     ]
     return f"{rate:.0f}" + (f" ({', '.join(ratios)})" if ratios else "")
 

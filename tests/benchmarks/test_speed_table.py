@@ -27,7 +27,7 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
             "attnlib": {"tokens_per_s": 100.0},
         },
         "llama 4x10+2 padded": {
-            "sdpa": {"tokens_per_s": 80.0},
+            "sdpa": {"tokens_per_s": 80.0, "ratio": 1.07},
             "flash_attention_2": {"error": "ImportError"},
             "attnlib": {"tokens_per_s": 88.0},
         },
@@ -42,6 +42,8 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
     _write(
         tmp_path / "h100" / "generate_once_more.json", gpu="NVIDIA H100", rows=again, note="busy"
     )
+    other = {"gpu": "NVIDIA H100", "transformers": "5.10", "rows": again}
+    _write(tmp_path / "h100" / "generate_other_version.json", **other)
     results = {"batch 1": {"attnlib": 205.4, "sdpa": 200.0, "ratio": 1.049, "rounds": 5}}
     _write(tmp_path / "generate_overhead.json", results=results)
     _write(tmp_path / "h100" / "another.json", gpu="NVIDIA H100", rows=rows)
@@ -51,12 +53,15 @@ def test_models_are_columns_of_the_table_of_their_chip(tmp_path: Path) -> None:
     assert text == (
         "| NVIDIA H100 | llama | gemma |\n|---|---|---|\n"
         "| 1x10+2 | 100 (1.25 sdpa, 0.50 FA3); 72 (0.90 sdpa) | 5 |\n"
-        "| 4x10+2 padded | 88 (1.10 sdpa) |  |\n"
+        "| 4x10+2 padded | 88 (1.07 sdpa) |  |\n"
         "| 9x10+2 batch |  | failed |\n\n"
         "With torch 2.1, transformers 5.9:\n\n"
         f"- [h100/generate_llama.json]({link}/h100/generate_llama.json) at abc\n"
         f"- [h100/generate_more.json]({link}/h100/generate_more.json) at abc\n"
         f"- [h100/generate_once_more.json]({link}/h100/generate_once_more.json) at abc; busy\n\n"
+        "| NVIDIA H100 | llama |\n|---|---|\n| 1x10+2 | 72 (0.90 sdpa) |\n\n"
+        "With torch 2.1, transformers 5.10:\n\n"
+        f"- [h100/generate_other_version.json]({link}/h100/generate_other_version.json) at abc\n\n"
         "| a processor, 1 thread | tokens/s |\n|---|---|\n| batch 1 | 205 (1.05 sdpa) |\n\n"
         "With torch 2.1, transformers 5.9:\n\n"
         f"- [generate_overhead.json]({link}/generate_overhead.json) at abc\n"
