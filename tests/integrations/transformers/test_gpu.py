@@ -131,22 +131,39 @@ def test_continuous_batching_by_default(backend: str) -> None:
     assert batch_tokens(model, inputs, 12) == eager_tokens_on_gpu(model, inputs, 12)
 
 
-def test_continuous_batching_waits_for_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that fills them is late, as on a GPU that computes for other programs."""
+def delay_inputs(patch: pytest.MonkeyPatch) -> None:
+    """Let the stream that fills the inputs of batches be late, and the one that reads them later,
+    as on a GPU that computes for other programs, too."""
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+    fill, compute = ContinuousBatchingIOs._reset_static_tensors, ModelRunner.compute_batch
+    late = [0]
+
+    def fill_late(self: Any, full_reset: bool = False) -> None:
+        if full_reset and self.device.type == "cuda":
+            torch.cuda._sleep(100_000_000)
+            late[0] = 2
+        fill(self, full_reset)
+
+    def compute_later(self: Any, *args: Any, **kwargs: Any) -> None:
+        if late[0]:
+            late[0] -= 1
+            with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
+                torch.cuda._sleep(500_000_000)
+        compute(self, *args, **kwargs)
+
+    patch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", fill_late)
+    patch.setattr(ModelRunner, "compute_batch", compute_later)
+
+
+def test_continuous_batching_waits_for_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers alone computes with inputs that are filled after they are copied."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
-    fill = ContinuousBatchingIOs._reset_static_tensors
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda._sleep(200_000_000)
-        fill(self, *args, **kwargs)
-
     model, inputs = float32_model("llama"), prompts(5, 9, 33)
     expected = eager_tokens_on_gpu(model, inputs, 12)
     with monkeypatch.context() as patch:
-        patch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", late)
+        delay_inputs(patch)
         assert batch_tokens(model, inputs, 12, use_async_batching=True) == expected
 
 
