@@ -79,7 +79,7 @@ def _exchange(layer: ParallelAttention, tokens: int, device: torch.device) -> No
     rows = MergeRows.of(layer.group.world_size, tokens, spec.has_sink, device)
     state = *sent, rows, merged, lse, layer.sinks
     layer.exchange.combine(*state, has_state=False)
-    if hasattr(layer.cached.impl, "forward_uncombined"):
+    if tokens == 1 and hasattr(layer.cached.impl, "forward_uncombined"):  # of small batches only
         layer.exchange.gather_heads(query)
         splits = SplitStates.of(tokens, spec.num_kv_heads, device)
         layer.exchange.combine(*state, has_state=False, splits=splits)
