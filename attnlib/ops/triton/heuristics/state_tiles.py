@@ -87,7 +87,7 @@ TILES = {
     "wide decode": StateChoice(32, 4, is_whole=True),
     "prefill": StateChoice(64, 4, num_stages=2),
     "wide prefill": StateChoice(64, 8, num_stages=2),
-    "long prefill": StateChoice(64, 4, num_stages=2),
+    "long prefill": StateChoice(64, 4, num_stages=3),
 }
 """Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
 product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" and "draft" have

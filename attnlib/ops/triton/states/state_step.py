@@ -90,16 +90,15 @@ class PreparedStep:
         matrices: Any = state_matrices_kernel
         of_matrices: tuple[float, ...] = (num_reqs,)
         of_step: tuple[float, ...] = (scale, num_reqs, rows)
-        chunks = rows // c + num_reqs * config.EXTRA
+        chunks, is_channel = rows // c + num_reqs * config.EXTRA, layout.decay == "channel"
         self._memory: list[tuple[tuple[int, ...], torch.dtype]] = []
         if is_long:
             self._memory = [((chunks, heads, 2, c, c), torch.float32)]
         if self._has_large_chunks:
             matrices, kernel = long_matrices_kernel, long_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
-            sizes, is_channel = (c, config.PART), layout.decay == "channel"
-            planes = plane_size(*sizes, config.DELTA, is_channel)
-            factors = factor_size(*sizes, is_channel)
+            planes = plane_size(c, config.PART, config.DELTA, is_channel)
+            factors = factor_size(c, config.PART, is_channel)
             self._memory = [
                 ((chunks, heads, planes), torch.bfloat16),
                 ((chunks, heads, factors), torch.float32),
@@ -109,7 +108,7 @@ class PreparedStep:
         if is_long:
             warps, unit = options["num_warps"], config._replace(C=config.UNIT)
             given = (config, (chunks, heads), of_matrices)
-            few = 2 if self._has_large_chunks else warps
+            few = (2 if is_channel else 1) if self._has_large_chunks else warps
             self._matrices = KernelLaunch(matrices, *given, num_warps=few)
             self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads), num_warps=warps)
 

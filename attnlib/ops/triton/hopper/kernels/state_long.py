@@ -215,6 +215,11 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
     C: tl.constexpr = CONFIG.C
     ROWS: tl.constexpr = CONFIG.ROWS
     CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    # Loads that no operand is made of may not come before the body of the loop: they are first.
+    if CHANNEL:
+        decay = tl.load(vector + C + tl.arange(0, CONFIG.PART))[None, :]
+    else:
+        decay, read = tl.load(vector + 4 * C), _vector(vector, 2, CONFIG)
     v = tl.trans(v)
     zeros = tl.zeros([ROWS, C], tl.float32)
     parts, o = pieces.parts_of(s), zeros
@@ -227,7 +232,7 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
     if OUTPUTS:
         o = pieces.multiply(parts, rows[1], zeros, CONFIG)
         if not CHANNEL:
-            o *= _vector(vector, 2, CONFIG)
+            o *= read
         if CONFIG.HAS_SKIP:
             o += v * skip
     if CONFIG.DELTA:
@@ -235,11 +240,9 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
         u = pieces.multiply(pieces.parts_of(u), solve, zeros, CONFIG)
     if OUTPUTS:
         o = pieces.multiply(pieces.parts_of(u), _load_parts(plane, C, CONFIG), o, CONFIG)
-    if CHANNEL:
-        s *= tl.load(vector + C + tl.arange(0, CONFIG.PART))[None, :]
-    else:
+    s *= decay
+    if not CHANNEL:
         u *= _vector(vector, 3, CONFIG)
-        s *= tl.load(vector + 4 * C)
     parts, kept = pieces.parts_of(u), ()
     for term in tl.static_range(len(rows[2])):
         kept = kept + (tl.trans(rows[2][term]),)
@@ -301,7 +304,9 @@ def long_step_kernel(
     chunks = request.first // C + number * CONFIG.EXTRA
     count, held = pieces.count_chunks(request, base, CONFIG)
     for fresh in tl.static_range(2):
-        for own in tl.range(held * fresh, count if fresh else held, num_stages=1 + fresh):
+        for own in tl.range(
+            held * fresh, count if fresh else held, num_stages=None if fresh else 1
+        ):
             part = pieces.open_part(request, base, own, CONFIG)
             plane, vector = _places(planes, factors, chunks + own, head, CONFIG)
             rows = _load_operands(part, tokens, tail, plane, fresh == 1, CONFIG)
