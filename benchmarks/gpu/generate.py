@@ -445,7 +445,11 @@ def measure(
             measured.pop(name, None)
             errors[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     if row.run == "turns" and measured:
-        repeat_by_token(model, measured, rounds, limit)
+        try:
+            repeat_by_token(model, measured, rounds, limit)
+        except Exception as error:  # such as no memory: the other rows run
+            errors |= dict.fromkeys(measured, {"error": f"{type(error).__name__}: {error}"[:300]})
+            measured.clear()
     release(model)
     return measured, errors
 
