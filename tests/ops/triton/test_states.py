@@ -149,9 +149,9 @@ def test_a_fork_continues_in_both() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds", "state_dtype"),
     [
-        ("gated delta", ("decode", "few additive decodes"), torch.float32),
-        ("gated delta", ("few decodes", "additive decode"), torch.bfloat16),
-        ("kimi delta", ("wide decode", "wide"), torch.float32),
+        ("gated delta", ("decode", "step"), torch.float32),
+        ("gated delta", ("step", "decode"), torch.bfloat16),
+        ("kimi delta", ("wide decode", "step"), torch.float32),
     ],
 )
 def test_one_program_computes_a_head(

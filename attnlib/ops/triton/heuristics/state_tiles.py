@@ -23,7 +23,6 @@ __all__ = [
     "StateChoice",
     "StateTile",
     "can_copy",
-    "has_exact_rows",
     "kind_of_step",
     "state_tile",
     "uses_long_chunks",
@@ -48,9 +47,11 @@ class StateChoice(NamedTuple):
 
     Attributes:
         rows: most value rows that a program computes at a time, a power of two of at least 16.
-        num_warps: of a program with so many rows; those with fewer have at most 4.
-        registers: most of a thread on NVIDIA's chips, 0 for the compiler's choice; for heads of at
-            most 128 keys and chunks of 16 tokens.
+            Those of chunks are 32: chips multiply 64 rows by other instructions, with other bits,
+            where a program has enough warps.
+        num_warps: of a program, for at most 128 keys and chunks of 16 tokens.
+        registers: most of a thread on NVIDIA's chips, 0 for the compiler's choice; for "row"
+            decodes only.
         num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
             than 1, the chunk after is loaded while a chunk is computed.
         is_whole: a program computes all value rows of a head, one pass after the other, so that
@@ -72,27 +73,22 @@ class StateChoice(NamedTuple):
 
 TILES = {
     # Several programs fit an SM, so that some compute while others wait.
-    "few decodes": StateChoice(64, 4, is_whole=True),
     "decode": StateChoice(32, 2, is_whole=True),
-    "few additive decodes": StateChoice(64, 8, registers=128),
-    "additive decode": StateChoice(32, 2, registers=168),
+    "wide decode": StateChoice(32, 4, is_whole=True),
+    "step": StateChoice(32, 8),
     "row decode": StateChoice(64, 2, registers=168, group=2),
     "wide row decode": StateChoice(128, 4, registers=168, group=2),
     "copied few row decodes": StateChoice(64, 4, group=4, copies=True),
     "copied row decode": StateChoice(128, 4, group=4, copies=True),
     "copied wide row decode": StateChoice(64, 2, group=4, copies=True),
-    "copied draft decode": StateChoice(64, 2, group=4, copies=True),
-    "verify": StateChoice(64, 8),
-    "wide": StateChoice(64, 8),
-    "wide decode": StateChoice(32, 4, is_whole=True),
-    "prefill": StateChoice(64, 4, num_stages=2),
-    "wide prefill": StateChoice(64, 8, num_stages=2),
+    "prefill": StateChoice(32, 2, num_stages=2),
+    "wide prefill": StateChoice(32, 4, num_stages=2),
     "long prefill": StateChoice(64, 4, num_stages=3),
 }
-"""Kind of steps -> choice. "few" are too few heads for the chip, "additive" are updates without a
-product of keys, "row" decodes have the form of `kernels.state_decode`, "verify" and "draft" have
-tokens that can be taken back, "wide" a decay for each channel or float32 inputs, and "long prefill"
-computes `LONG_CHUNK` tokens at a time; `benchmarks/gpu/state_tiles.py` measures others."""
+"""Kind of steps -> choice. A "step" has too few heads for the chip, or tokens that can be taken
+back; "row" decodes have the form of `kernels.state_decode`; "wide" are a decay for each channel,
+float32 inputs or, of "copied" ones, such tokens; "long prefill" computes `LONG_CHUNK` tokens at a
+time. `benchmarks/gpu/state_tiles.py` measures others."""
 
 
 class StateTile(NamedTuple):
@@ -126,11 +122,6 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
-def has_exact_rows(layout: StateLayout) -> bool:
-    """Whether queries and keys are numbers of TF32, and decays are not multiplied with them."""
-    return layout.decay != "channel" and layout.dtype != torch.float32
-
-
 def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
     """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
     them at a time: the kernels multiply bfloat16."""
@@ -160,22 +151,16 @@ def kind_of_step(
         fills_chip: the heads of all requests are enough programs for the chip.
         copies: the kernels that copy states to shared memory take the step.
     """
-    is_exact = has_exact_rows(layout)
+    wide = "" if layout.decay != "channel" and layout.dtype != torch.float32 else "wide "
     if is_long:
-        return "prefill" if is_exact else "wide prefill"
+        return f"{wide}prefill"
     if not params.is_invariant and (copies or not layout.max_rollback):
-        row = "row decode" if is_exact else "wide row decode"
+        row = "wide row decode" if layout.max_rollback else f"{wide}row decode"
         if copies:
-            row = "draft decode" if layout.max_rollback else row
             return f"copied {row}" if fills_chip else "copied few row decodes"
         if fills_chip:
             return row
-    if not is_exact:
-        return "wide decode" if fills_chip and not layout.max_rollback else "wide"
-    if layout.max_rollback:
-        return "verify"
-    kind = "" if params.update == "delta" else "additive "
-    return f"{kind}decode" if fills_chip else f"few {kind}decodes"
+    return f"{wide}decode" if fills_chip and not layout.max_rollback else "step"
 
 
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
@@ -189,24 +174,15 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
     part = min(most, max(16, triton.next_power_of_2(key_size)))
     largest = max(16, triton.next_power_of_2(value_size))
-    rows = min(choice.rows, largest)
-    if key_size > 128 and value_size <= 128:
-        rows = min(rows, 32)  # as many registers as 64 rows of 128 keys
-    is_whole = choice.is_whole and is_decode
-    if not is_whole and value_size > 128:
-        rows = max(rows, 64)
-    passes = largest // rows if is_whole else 1
+    # Matrix units that multiply 64 rows do so in all kinds of steps.
+    rows = 64 if value_size > 128 else min(choice.rows, largest)
+    passes = largest // rows if choice.is_whole and is_decode else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
-    # Products of float32 hold each operand in two parts, so a warp has 8 columns of 64.
-    warps = choice.num_warps if rows >= choice.rows else min(choice.num_warps, 4)
-    if key_size > 128:
-        warps = min(2 * warps, 8)
-    is_small = key_size <= 128 and chunk_size == 16
-    registers = choice.registers if is_small else 0
-    has_stages = is_long or (chunk_size == 16 and rows >= choice.rows)
-    stages = choice.num_stages if has_stages else 1
-    return StateTile(rows, passes, 0, part, parts, blocks, warps, registers, stages)
+    is_large = key_size > 128 or (chunk_size > 16 and not is_long)
+    warps = min(choice.num_warps * (2 if is_large else 1), 8)
+    stages = choice.num_stages if is_long or chunk_size == 16 else 1
+    return StateTile(rows, passes, 0, part, parts, blocks, warps, 0, stages)
 
 
 def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:

@@ -30,10 +30,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tokens,
 )
 from attnlib.ops.triton.kernels.state_program import compute_request, load_first
-from attnlib.ops.triton.kernels.state_requests import (
-    load_base,
-    open_request,
-)
+from attnlib.ops.triton.kernels.state_requests import load_base, open_request
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
 from attnlib.ops.triton.kernels.step_parts import StepConfig, head_gates, normalize_row
 

@@ -61,7 +61,6 @@ class StateConfig(NamedTuple):
         EPS: of the norm.
         PRECISION: of products with float32 operands (`tl.dot`).
         WIDE: products of queries and keys have float32 operands, for the interpreter.
-        EXACT: queries and keys are numbers of TF32, and decays are not multiplied with them.
         EXTRA: chunks that a request may need besides one for each C new tokens.
         PREPARED: the matrices of the chunks are in the workspace, and another launch writes the
             tail and the positions.
@@ -96,7 +95,6 @@ class StateConfig(NamedTuple):
     EPS: float
     PRECISION: str
     WIDE: bool
-    EXACT: bool
     EXTRA: int
     PREPARED: bool
     Q_T: int

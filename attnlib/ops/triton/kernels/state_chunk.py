@@ -12,6 +12,9 @@ The bits of a row must not depend on the kernel that computes it, nor on the lat
 all sums have one order that no layout of a tensor changes: sums of pairs, sums with one term that
 is not zero, and matrix products of one shape. Launches disable the fusion of a product and a sum.
 
+Value rows are the rows of all products here, so that what one gives is the operand of the next
+where it is, in registers. Matrix units multiply bfloat16: three such numbers are one of float32.
+
 T and P are in `state_matrices`.
 """
 
@@ -24,7 +27,7 @@ from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Factors
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products, summable
 
-__all__ = ["advance_state", "chunk_factors", "chunk_outputs"]
+__all__ = ["advance_state", "chunk_factors", "chunk_outputs", "cut", "dot"]
 
 
 @triton.jit
@@ -38,11 +41,10 @@ def _inverse_lengths(chunk, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
 @triton.jit
 def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
     """Return the `Factors` of a chunk."""
-    PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
     if CONFIG.DECAY == DECAY_CHANNEL:
         total = ()
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(len(chunk.decay)):
             total = total + (running_sum(summable(chunk.decay[part]), CONFIG),)
     else:
         decay = tl.reshape(summable(chunk.decay), [C, 1])
@@ -56,75 +58,117 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _multiply(rows, x, acc, CONFIG: tl.constexpr):
-    """Return acc + rows x, where `rows` are queries or keys, with the precision of float32."""
-    if CONFIG.EXACT:
-        # Only `x` has bits that TF32 drops: two products do what takes three otherwise.
-        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        acc = tl.dot(rows, x - high, acc, input_precision="tf32")
-        acc = tl.dot(rows, high, acc, input_precision="tf32")
+def cut(x):
+    """Return the upper 16 bits of float32 numbers as bfloat16, and the rest of the numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, x - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _thirds(x):
+    """Return three numbers of bfloat16 whose sum is x, the largest first; x, if it is one."""
+    if x.dtype == tl.bfloat16:
+        found = (x,)
     else:
-        acc = tl.dot(rows, x, acc, input_precision=CONFIG.PRECISION)
+        high, rest = cut(x.to(tl.float32))
+        middle, rest = cut(rest)
+        found = (high, middle, cut(rest)[0])
+    return found
+
+
+@triton.jit
+def dot(a, b, acc, CONFIG: tl.constexpr):
+    """Return acc + a b^T of numbers of bfloat16, in float32 where chips do not multiply them."""
+    if CONFIG.WIDE:
+        b = tl.trans(b.to(tl.float32))
+        acc = tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, tl.trans(b), acc)
     return acc
 
 
 @triton.jit
-def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
-    """Return (u, o) of a chunk, [C, ROWS] float32; `s` are parts [PART, ROWS], `value` [C, ROWS].
+def _multiply(a, b, order: tl.constexpr, acc, CONFIG: tl.constexpr):
+    """Return acc + a b^T of operands in thirds: the products of one order, of three."""
+    for other in tl.static_range(order + 1):
+        if other < len(b):
+            acc = dot(a[order - other], b[other], acc, CONFIG)
+    return acc
 
-    The tokens are the rows of all products, so that warps divide the columns, and no warp holds an
-    operand that another one needs, besides queries and keys.
-    """
-    PARTS: tl.constexpr = CONFIG.PARTS
+
+@triton.jit
+def _add_products(a, b, acc, CONFIG: tl.constexpr):
+    """Return acc + a b^T, with a sum for each order, so that few products wait for each other."""
+    return (
+        _multiply(a, b, 0, acc[0], CONFIG),
+        _multiply(a, b, 1, acc[1], CONFIG),
+        _multiply(a, b, 2, acc[2], CONFIG),
+    )
+
+
+@triton.jit
+def _sum(acc):
+    return (acc[2] + acc[1]) + acc[0]
+
+
+@triton.jit
+def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
+    """Return (u, o) of a chunk, [ROWS, C] float32; `s` are parts [PART, ROWS], `value` [C,
+    ROWS]."""
+    C: tl.constexpr = CONFIG.C
+    ROWS: tl.constexpr = CONFIG.ROWS
     factor_k = factors.norm_k
     if CONFIG.DECAY != DECAY_CHANNEL:
         decay = tl.exp(factors.total)
         factor_k = factor_k * decay
-    C: tl.constexpr = CONFIG.C
-    ROWS: tl.constexpr = CONFIG.ROWS
-    seen = tl.zeros([C, ROWS], tl.float32)
+    zeros = tl.zeros([ROWS, C], tl.float32)
+    seen = (zeros, zeros, zeros)
     o = seen
-    for part in tl.static_range(PARTS):
-        q = query_part(chunk, part, CONFIG).to(tl.float32)
-        k = key_part(chunk, part, CONFIG).to(tl.float32)
+    for part in tl.static_range(len(s)):
+        q, k = query_part(chunk, part, CONFIG), key_part(chunk, part, CONFIG)
         if CONFIG.DECAY == DECAY_CHANNEL:
             decays = tl.exp(factors.total[part])
-            q, k = q * decays, k * decays
+            q, k = q.to(tl.float32) * decays, k.to(tl.float32) * decays
+        rows = _thirds(tl.trans(s[part]))
         if CONFIG.DELTA:
-            seen = _multiply(k, s[part], seen, CONFIG)
-        o = _multiply(q, s[part], o, CONFIG)
-    u = value
+            seen = _add_products(rows, _thirds(k), seen, CONFIG)
+        o = _add_products(rows, _thirds(q), o, CONFIG)
+    u = tl.trans(value)
     if CONFIG.DELTA:
-        u = u - seen * factor_k[:, None]
+        u = u - _sum(seen) * factor_k[None, :]
     if CONFIG.HAS_BETA:
-        u = u * chunk.beta[:, None]
+        u = u * chunk.beta[None, :]
     if CONFIG.DELTA:
-        u = tl.dot(solve, u, input_precision=CONFIG.PRECISION)
+        u = _sum(_add_products(_thirds(u), _thirds(solve), (zeros, zeros, zeros), CONFIG))
+    o = _sum(o)
     if CONFIG.DECAY != DECAY_CHANNEL:
-        o = o * decay[:, None]
-    o = tl.dot(pairs, u, o, input_precision=CONFIG.PRECISION)
-    return u, o * factors.norm_q[:, None]
+        o = o * decay[None, :]
+    o = _sum(_add_products(_thirds(u), _thirds(pairs), (o, zeros, zeros), CONFIG))
+    return u, o * factors.norm_q[None, :]
 
 
 @triton.jit
 def advance_state(s, u, chunk, factors, CONFIG: tl.constexpr):
     """Return the state after a chunk, parts [PART, ROWS]."""
-    PARTS: tl.constexpr = CONFIG.PARTS
     last = tl.arange(0, CONFIG.C) == CONFIG.C - 1
     factor = factors.norm_k
     if CONFIG.DECAY != DECAY_CHANNEL:
         end = tl.sum(tl.where(last, factors.total, 0.0), 0)
         factor = factor * tl.exp(end - factors.total)
-    u = u * factor[:, None]
+    rows = _thirds(u * factor[None, :])
     after = ()
-    for part in tl.static_range(PARTS):
-        k = key_part(chunk, part, CONFIG).to(tl.float32)
+    for part in tl.static_range(len(s)):
+        k, x = key_part(chunk, part, CONFIG), tl.trans(s[part])
         if CONFIG.DECAY == DECAY_CHANNEL:
             total = factors.total[part]
             ends = tl.sum(tl.where(last[:, None], total, 0.0), 0)
-            k = k * tl.exp(ends[None, :] - total)
-            x = s[part] * tl.exp(ends)[:, None]
+            k = k.to(tl.float32) * tl.exp(ends[None, :] - total)
+            x = x * tl.exp(ends)[None, :]
         else:
-            x = s[part] * tl.exp(end)
-        after = after + (_multiply(tl.trans(k), u, x, CONFIG),)
+            x = x * tl.exp(end)
+        k = _thirds(tl.trans(k))
+        for order in tl.static_range(3):
+            x = _multiply(rows, k, 2 - order, x, CONFIG)
+        after = after + (tl.trans(x),)
     return after

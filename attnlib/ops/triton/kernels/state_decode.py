@@ -40,12 +40,7 @@ from attnlib.ops.triton.kernels.stored_state import (
     settle_state,
     store_state,
 )
-from attnlib.ops.triton.kernels.token_rows import (
-    load_held,
-    load_new,
-    store_row,
-    value_rows,
-)
+from attnlib.ops.triton.kernels.token_rows import load_held, load_new, store_row, value_rows
 
 __all__ = ["decode_request"]
 

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.schedule import find_request
-from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, StateBatch, Tail, Tokens
+from attnlib.ops.triton.kernels.state_arguments import (
+    DECAY_CHANNEL,
+    UNALIGNED,
+    Factors,
+    StateBatch,
+    Tail,
+    Tokens,
+)
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_requests import (
@@ -21,6 +28,7 @@ from attnlib.ops.triton.kernels.state_requests import (
     open_head,
     open_request,
     open_tail,
+    part_columns,
     store_positions,
     value_columns,
 )
@@ -34,16 +42,46 @@ from attnlib.ops.triton.kernels.state_rows import (
     store_values,
 )
 
-__all__ = ["matrix_places", "state_matrices_kernel", "state_tail_kernel"]
+__all__ = [
+    "load_prepared",
+    "prepared_columns",
+    "prepared_rows",
+    "state_matrices_kernel",
+    "state_tail_kernel",
+]
+
+
+@triton.constexpr_function
+def prepared_columns(C, PART, PARTS, IS_CHANNEL):
+    """Numbers of a row of a chunk of one head: of T and P, inverse lengths of its query and key,
+    and the sums of decays, of a head in the first of two or of each channel behind them."""
+    return 2 * C + 4 + (PART * PARTS if IS_CHANNEL else 0)
 
 
 @triton.jit
-def matrix_places(workspace, first, number, head, CONFIG: tl.constexpr):
-    """Return pointers to T of a chunk, the `number`-th of its request; P follows."""
-    row = tl.arange(0, CONFIG.C)
-    chunk = first + number
-    base = workspace + (chunk.to(tl.int64) * CONFIG.HV + head) * (2 * CONFIG.C * CONFIG.C)
-    return base + row[:, None] * CONFIG.C + row[None, :]
+def prepared_rows(workspace, first, number, head, CONFIG: tl.constexpr):
+    """Return pointers to the rows of a chunk, the `number`-th of its request, [C]."""
+    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    SIZE: tl.constexpr = prepared_columns(CONFIG.C, CONFIG.PART, CONFIG.PARTS, IS_CHANNEL)
+    place = workspace + ((first + number).to(tl.int64) * CONFIG.HV + head) * (CONFIG.C * SIZE)
+    return place + tl.arange(0, CONFIG.C) * SIZE
+
+
+@triton.jit
+def load_prepared(rows, scale, CONFIG: tl.constexpr):
+    """Return (T, P, factors) of a chunk."""
+    C: tl.constexpr = CONFIG.C
+    matrix = rows[:, None] + tl.arange(0, C)[None, :]
+    PARTS: tl.constexpr = CONFIG.PARTS
+    total = tl.load(rows + 2 * C + 2)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        total = ()
+        for part in tl.static_range(PARTS):
+            columns = 2 * C + 4 + part_columns(part, CONFIG)
+            total = total + (tl.load(rows[:, None] + columns[None, :]),)
+    pairs = tl.load(matrix + C)
+    factors = Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
+    return tl.load(matrix) if CONFIG.DELTA else pairs, pairs, factors
 
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
@@ -64,9 +102,9 @@ def state_matrices_kernel(
     num_reqs,
     CONFIG: tl.constexpr,
 ):
-    """Compute T and P of one chunk of one state head. Grid: (chunks, HV).
+    """Prepare one chunk of one state head. Grid: (chunks, HV).
 
-    Workspace: [chunks, HV, 2, C, C] float32.
+    Workspace: [chunks, HV, C, prepared_columns] float32.
     """
     head = tl.program_id(1)
     number = find_request(query_start_loc, tl.program_id(0), num_reqs, CONFIG.C, 128, CONFIG.EXTRA)
@@ -86,10 +124,19 @@ def state_matrices_kernel(
     chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, 1.0, CONFIG)
     solve, pairs = chunk_matrices(chunk, factors, CONFIG)
-    place = matrix_places(workspace, chunks, tl.program_id(0) - chunks, head, CONFIG)
+    place = prepared_rows(workspace, chunks, tl.program_id(0) - chunks, head, CONFIG)
+    matrix = place[:, None] + tl.arange(0, CONFIG.C)[None, :]
     if CONFIG.DELTA:
-        tl.store(place, solve)
-    tl.store(place + CONFIG.C * CONFIG.C, pairs)
+        tl.store(matrix, solve)
+    tl.store(matrix + CONFIG.C, pairs)
+    tl.store(place + 2 * CONFIG.C, factors.norm_q)
+    tl.store(place + 2 * CONFIG.C + 1, factors.norm_k)
+    if CONFIG.DECAY == DECAY_CHANNEL:
+        for part in tl.static_range(len(factors.total)):
+            columns = 2 * CONFIG.C + 4 + part_columns(part, CONFIG)
+            tl.store(place[:, None] + columns[None, :], factors.total[part])
+    else:
+        tl.store(place + 2 * CONFIG.C + 2, factors.total)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

@@ -8,14 +8,10 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.decode_loads import load_decode
-from attnlib.ops.triton.kernels.state_chunk import (
-    advance_state,
-    chunk_factors,
-    chunk_outputs,
-)
+from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_decode import decode_request
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
-from attnlib.ops.triton.kernels.state_prefill import matrix_places
+from attnlib.ops.triton.kernels.state_prefill import load_prepared, prepared_rows
 from attnlib.ops.triton.kernels.state_requests import (
     first_written,
     kept_state,
@@ -45,10 +41,10 @@ __all__ = ["compute_request", "load_first"]
 
 @triton.jit
 def _store_outputs(out, rows, o, columns, CONFIG: tl.constexpr):
-    """Store the outputs of new tokens, [C, ROWS]. `out` points to those of the head."""
+    """Store the outputs of new tokens, [ROWS, C]. `out` points to those of the head."""
     place = out + rows.token[:, None] * CONFIG.O_T + columns[None, :]
     inside = rows.fresh[:, None] & (columns < CONFIG.DV)[None, :]
-    tl.store(place, o.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, tl.trans(o.to(out.dtype.element_ty)), mask=inside)
 
 
 class Here(NamedTuple):
@@ -100,14 +96,11 @@ def _load(request, start, columns, here, CONFIG: tl.constexpr):
 def _prepare(chunk, number, scale, here, CONFIG: tl.constexpr):
     """Return the `Prepared` of a chunk, the `number`-th of its request, that was just loaded."""
     chunk = choose_rows(chunk, CONFIG)
-    factors = chunk_factors(chunk, scale, CONFIG)
     if CONFIG.PREPARED:
-        matrices = matrix_places(here.workspace, here.chunks, number, here.head, CONFIG)
-        pairs = tl.load(matrices + CONFIG.C * CONFIG.C)
-        solve = pairs
-        if CONFIG.DELTA:
-            solve = tl.load(matrices)
+        place = prepared_rows(here.workspace, here.chunks, number, here.head, CONFIG)
+        solve, pairs, factors = load_prepared(place, scale, CONFIG)
     else:
+        factors = chunk_factors(chunk, scale, CONFIG)
         solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     return Prepared(chunk, factors, solve, pairs)
 
@@ -138,7 +131,7 @@ def _compute_rows(
         s, prepared.chunk, value, prepared.factors, prepared.solve, prepared.pairs, CONFIG
     )
     if CONFIG.HAS_SKIP:
-        o = o + value * tl.load(skip + head).to(tl.float32)
+        o = o + tl.trans(value) * tl.load(skip + head).to(tl.float32)
     _store_outputs(out + head * CONFIG.O_H, rows, o, columns, CONFIG)
     if not CONFIG.PREPARED:
         wanted = (rows.position >= here.first) & (rows.position < request.end)

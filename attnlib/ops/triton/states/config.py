@@ -19,7 +19,6 @@ from attnlib.ops.triton.heuristics.state_tiles import (
     LARGEST_HEAD,
     StateTile,
     can_copy,
-    has_exact_rows,
     kind_of_step,
     state_tile,
 )
@@ -196,7 +195,6 @@ def state_config(
         QK_NORM_EPS,
         recurrence.precision,
         recurrence.wide,
-        recurrence.precision == "tf32x3" and has_exact_rows(layout),
         extra,
         prepared,
         *strides,

@@ -8,10 +8,7 @@ from torch import Tensor
 from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
-from attnlib.ops.triton.kernels.short_convolution import (
-    ConvolutionConfig,
-    short_convolution_kernel,
-)
+from attnlib.ops.triton.kernels.short_convolution import ConvolutionConfig, short_convolution_kernel
 from attnlib.ops.triton.states.config import check_dense
 from attnlib.ops.triton.states.launch import KernelLaunch
 

@@ -21,7 +21,11 @@ from attnlib.ops.triton.hopper.kernels.state_long import (
     long_step_kernel,
     plane_size,
 )
-from attnlib.ops.triton.kernels.state_prefill import state_matrices_kernel, state_tail_kernel
+from attnlib.ops.triton.kernels.state_prefill import (
+    prepared_columns,
+    state_matrices_kernel,
+    state_tail_kernel,
+)
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.states.config import (
     Recurrence,
@@ -93,7 +97,8 @@ class PreparedStep:
         chunks, is_channel = rows // c + num_reqs * config.EXTRA, layout.decay == "channel"
         self._memory: list[tuple[tuple[int, ...], torch.dtype]] = []
         if is_long:
-            self._memory = [((chunks, heads, 2, c, c), torch.float32)]
+            columns = prepared_columns(c, config.PART, config.PARTS, is_channel)
+            self._memory = [((chunks, heads, c, columns), torch.float32)]
         if self._has_large_chunks:
             matrices, kernel = long_matrices_kernel, long_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)

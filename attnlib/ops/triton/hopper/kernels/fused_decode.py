@@ -31,11 +31,7 @@ from attnlib.ops.triton.hopper.kernels.state_memory import (
     state_layout,
 )
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, store_outputs
-from attnlib.ops.triton.kernels.fused_step import (
-    FUSED_UNALIGNED,
-    normalize_head,
-    program_channels,
-)
+from attnlib.ops.triton.kernels.fused_step import FUSED_UNALIGNED, normalize_head, program_channels
 from attnlib.ops.triton.kernels.short_convolution import (
     Inputs,
     convolve,
@@ -43,18 +39,8 @@ from attnlib.ops.triton.kernels.short_convolution import (
     load_taps,
     write_window,
 )
-from attnlib.ops.triton.kernels.state_arguments import (
-    Slots,
-    StateBatch,
-    Tail,
-    Tokens,
-)
-from attnlib.ops.triton.kernels.state_requests import (
-    load_base,
-    open_head,
-    open_request,
-    open_tail,
-)
+from attnlib.ops.triton.kernels.state_arguments import Slots, StateBatch, Tail, Tokens
+from attnlib.ops.triton.kernels.state_requests import load_base, open_head, open_request, open_tail
 
 __all__ = ["fused_decode_kernel"]
 

@@ -34,13 +34,7 @@ from attnlib.ops.triton.hopper.kernels.state_slots import (
     store_token,
     token_of,
 )
-from attnlib.ops.triton.kernels.state_arguments import (
-    UNALIGNED,
-    Slots,
-    StateBatch,
-    Tail,
-    Tokens,
-)
+from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, Slots, StateBatch, Tail, Tokens
 from attnlib.ops.triton.kernels.state_requests import (
     kept_state,
     load_base,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.state_chunk import cut, dot
 from attnlib.ops.triton.kernels.state_requests import kept_state
 from attnlib.ops.triton.kernels.state_sums import joins
 
@@ -150,18 +151,8 @@ def load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: t
 @triton.jit
 def parts_of(x):
     """Return two numbers of bfloat16 whose sum is x to 16 bits, the larger first."""
-    bits = x.to(tl.int32, bitcast=True)
-    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return high, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(a, b, acc, CONFIG: tl.constexpr):
-    if CONFIG.WIDE:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
+    high, rest = cut(x)
+    return high, rest.to(tl.bfloat16)
 
 
 @triton.jit
@@ -169,9 +160,8 @@ def multiply(a, b, acc, CONFIG: tl.constexpr):
     """Return acc + a b^T, with a in two parts, and b in two or as it is; the product of the smaller
     parts is left out."""
     if len(b) == 2:
-        acc = _dot(a[0], tl.trans(b[1]), acc, CONFIG)
-    acc = _dot(a[1], tl.trans(b[0]), acc, CONFIG)
-    return _dot(a[0], tl.trans(b[0]), acc, CONFIG)
+        acc = dot(a[0], b[1], acc, CONFIG)
+    return dot(a[0], b[0], dot(a[1], b[0], acc, CONFIG), CONFIG)
 
 
 @triton.jit

@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.state_memory import (
-    PART_KEYS,
-    gates,
-    state_layout,
-)
+from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS, gates, state_layout
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
 
 __all__ = [
