@@ -31,7 +31,7 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
     with script.chosen(name):
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
-        assert state_tiles.LONG_CHUNK == (64 if name[0] == "L" else 0)
+        assert state_tiles.LONG_CHUNK == (32 if name[0] == "L" else 0)
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
 
 
