@@ -81,6 +81,9 @@ def _formats(names: str | None) -> list[AuditFormat]:
         return list(audit_formats())
     found = []
     for name in (one.strip() for one in names.split(";")):
+        if "," in name.partition("+")[2]:
+            text = "a rotation follows both formats: write KEYS,VALUES+ROTATION"
+            raise ContractError(f"--formats {name!r}: {text}")
         try:
             found.append(named_format(name))
         except AttnlibError as error:

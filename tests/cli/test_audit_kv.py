@@ -167,6 +167,8 @@ def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["audit-kv", "--formats", "fp3"]) == 2
     err = capsys.readouterr().err
     assert "--formats 'fp3': is no label of bfloat16; fp8_e4m3, scale 1" in err
+    assert main(["audit-kv", "--formats", "int8_per_token_head+hadamard,nvfp4"]) == 2
+    assert "write KEYS,VALUES+ROTATION" in capsys.readouterr().err
 
 
 def test_the_example_model_and_its_text_by_default(
