@@ -118,6 +118,7 @@ def _consumer(
                 outputs,
                 partials,
                 value_scale,
+                tiles,
                 CONFIG,
                 CONSUMER,
             )
