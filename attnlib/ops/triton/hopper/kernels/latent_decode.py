@@ -185,7 +185,7 @@ def hopper_latent_decode_kernel(
     if not CONFIG.WHOLE:
         launch_dependent_grids()
     if CONFIG.WHOLE:
-        block, keys, own = whole_block(batch, num_tokens, mask, PAIR, CONFIG)
+        block, keys, own = whole_block(batch, mask, PAIR, CONFIG)
     else:
         index = gl.program_id(0) // blocks
         num_ranges = gl.num_programs(0) // blocks

@@ -154,13 +154,13 @@ def row_block(token_blocks, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def whole_block(batch, num_tokens, mask, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr):
+def whole_block(batch, mask, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr):
     """Return (block of query rows, its `BlockTiles`, the `TileRange` of all of them) of a CTA with
     WHOLE. Blocks after the last request, which have none, are counted from there on."""
     request, _, first_token, head_block = find_tile(
         gl.program_id(0),
-        batch,
-        num_tokens,
+        batch.query_start_loc,
+        batch.num_reqs,
         gl.num_programs(0) // CONFIG.HEAD_BLOCKS,
         CONFIG.HEAD_BLOCKS,
         CONFIG.HEAD_BLOCKS,
@@ -168,7 +168,7 @@ def whole_block(batch, num_tokens, mask, BLOCK_N: gl.constexpr, CONFIG: gl.const
     )
     block = first_token // CONFIG.TILE_TOKENS * CONFIG.HEAD_BLOCKS + head_block
     keys = BlockTiles(batch, mask, first_token, CONFIG.TILE_TOKENS, BLOCK_N)
-    count = keys.count(request, (request >= 0) & (request < batch.num_reqs))
+    count = keys.count(request, request < batch.num_reqs)
     # Triton 3.6 does not compile ranges whose fields are constants.
     zero = request * 0
     return block, keys, TileRange(zero, count, count, None, request, zero)

@@ -20,12 +20,7 @@ from attnlib.ops.triton.hopper.kernels.work_counter import (
     incremented,
     issue_increment,
 )
-from attnlib.ops.triton.hopper.kernels.work_tiles import (
-    find_ranges,
-    find_work,
-    known_count,
-    last_work,
-)
+from attnlib.ops.triton.hopper.kernels.work_tiles import find_ranges, find_work, last_work
 
 __all__ = ["key_loader", "value_loader"]
 
@@ -129,12 +124,12 @@ def key_loader(call, storage, source, query_desc, ALIGNED: gl.constexpr = False)
         request, start, first_token, kv_head, query_len, seq_len = find_work(
             call, found_at, ALIGNED
         )
-        count = known_count(call, request, number, count)
         begin = 0
         end = 0
         second_begin = 0
         gap = 0
-        if request >= 0:
+        # The number of tiles is an upper bound: tiles past a request's last token are skipped.
+        if first_token < query_len:
             found = find_ranges(call, request, first_token, kv_head, query_len, seq_len)
             begin = found.begin
             end = found.end

@@ -11,71 +11,87 @@ from attnlib.ops.triton.hopper.kernels.ranges import add
 
 __all__ = [
     "bounded_tiles",
+    "find_split_tile",
     "find_tile",
 ]
 
 
 @gluon.jit
-def _tile_counts(batch, request, num_tokens, TILE_TOKENS: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return (first rows, query tiles) of a vector of requests, as `find_tile` numbers them."""
-    exists = (request >= 0) & (request < batch.num_reqs)
-    start = gl.load(batch.query_start_loc + request, mask=(request >= 0), other=num_tokens)
-    end = gl.load(batch.query_start_loc + request + 1, mask=exists, other=num_tokens)
-    rows = gl.maximum(end - start, 0)
-    if ALIGNED:
-        seq_len = gl.load(batch.seq_lens + request, mask=exists, other=0)
-        context = gl.where(rows > 0, gl.maximum(seq_len - rows, 0), 0)
-        rows += context % TILE_TOKENS
-    return start, (rows + TILE_TOKENS - 1) // TILE_TOKENS
-
-
-@gluon.jit
 def find_tile(
     number,
-    batch,
-    num_tokens,
+    query_start_loc,
+    num_reqs,
     num_tiles,
     l2_heads,
     NUM_KV_HEADS: gl.constexpr,
     TILE_TOKENS: gl.constexpr,
-    ALIGNED: gl.constexpr = False,
+    PARTIAL: gl.constexpr = 1,
 ):
     """Return (request, its first row, first token of the tile in the request, KV head) of the work
     tile with a number.
 
     The KV heads are divided into groups of `l2_heads`, whose keys and values fit in the L2 cache
     together. Within a group work tiles run from the last query tile to the first with all heads of
-    a query tile adjacent, so that under a causal mask the longest rows start first. The request
-    `num_reqs` denotes the rows after the last request; numbers past the last tile of a group, of
-    which `num_tiles` is a bound, have the request -1 and no token. ALIGNED tiles begin at positions
-    that are multiples of TILE_TOKENS: the first one of a request may begin before its first token.
+    a query tile adjacent, so that under a causal mask the longest rows start first. Request r owns
+    the query tiles from start[r] // TILE_TOKENS + PARTIAL * r on, of which at most PARTIAL are
+    incomplete; `num_reqs` denotes the rows after the last request.
     """
     per_group = num_tiles * l2_heads
     within = number % per_group
-    tile = within // l2_heads
+    tile = num_tiles - 1 - within // l2_heads
     kv_head = number // per_group * l2_heads + within % l2_heads
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    # One pass of loads and a scan replace a binary search. Lanes are requests from the last one.
-    found = 0
-    start = 0
-    last = 0
-    seen = 0
-    for base in range(0, batch.num_reqs + 1, LANES):
+    # The tile's request is the number of requests (from the second on) that begin at or before it,
+    # because their first tiles increase strictly. One pass of loads replaces a binary search.
+    request = 0
+    for base in range(1, num_reqs + 1, LANES):
         lanes = base + gl.arange(0, LANES, layout)
-        starts, counts = _tile_counts(
-            batch, batch.num_reqs - lanes, num_tokens, TILE_TOKENS, ALIGNED
+        mask = lanes <= num_reqs
+        begins = (
+            gl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + PARTIAL * lanes
         )
-        ends = seen + gl.associative_scan(counts, 0, add)
-        here = (ends > tile) & (ends - counts <= tile)
-        found += gl.sum(gl.where(here, lanes + 1, 0), 0)
-        start += gl.sum(gl.where(here, starts, 0), 0)
-        last += gl.sum(gl.where(here, ends, 0), 0)
-        seen += gl.sum(counts, 0)
-    request = gl.where(found > 0, batch.num_reqs + 1 - found, -1)
-    first_token = gl.where(found > 0, (last - 1 - tile) * TILE_TOKENS, num_tokens)
+        request += gl.sum((mask & (begins <= tile)).to(gl.int32), 0)
+    start = gl.load(query_start_loc + request)
+    first_token = (tile - (start // TILE_TOKENS + PARTIAL * request)) * TILE_TOKENS
     return request, start, first_token, kv_head
+
+
+@gluon.jit
+def find_split_tile(
+    number,
+    query_start_loc,
+    num_reqs,
+    HEADS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,
+):
+    """Return the same as `find_tile` where the query tiles of all requests follow each other, and
+    then those of the rows after the last request.
+
+    Tiles without rows have the last numbers. Where keys are divided, all others begin at once:
+    the CTAs would otherwise claim them one after the other.
+    """
+    tile = number // HEADS
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    request = 0
+    before = 0
+    seen = 0
+    for base in range(0, num_reqs, LANES):
+        lanes = base + gl.arange(0, LANES, layout)
+        mask = lanes < num_reqs
+        starts = gl.load(query_start_loc + lanes, mask=mask, other=0)
+        ends = gl.load(query_start_loc + lanes + 1, mask=mask, other=0)
+        tiles = (ends - starts + TILE_TOKENS - 1) // TILE_TOKENS
+        last_tiles = seen + gl.associative_scan(tiles, 0, add)
+        past = mask & (last_tiles <= tile)
+        request += gl.sum(past.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(past, last_tiles, 0), 0))
+        seen += gl.sum(tiles, 0)
+    start = gl.load(query_start_loc + request)
+    return request, start, (tile - before) * TILE_TOKENS, number % HEADS
 
 
 @gluon.jit

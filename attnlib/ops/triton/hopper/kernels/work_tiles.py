@@ -4,28 +4,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.mailbox import TileRanges, WorkTile
-from attnlib.ops.triton.hopper.kernels.query_tiles import bounded_tiles, find_tile
+from attnlib.ops.triton.hopper.kernels.query_tiles import (
+    bounded_tiles,
+    find_split_tile,
+    find_tile,
+)
 
-__all__ = ["find_ranges", "find_work", "known_count", "last_work"]
+__all__ = ["find_ranges", "find_work", "last_work"]
 
 
 @gluon.jit
 def find_work(call, number, ALIGNED: gl.constexpr):
-    """Return (request, start, first_token, kv_head, query_len, seq_len) of a work tile; the request
-    is -1 where there is none."""
-    request, start, first_token, kv_head = find_tile(
-        number,
-        call.batch,
-        call.num_tokens,
-        call.num_tiles,
-        call.l2_heads,
-        call.config.NUM_KV_HEADS * call.config.SHARED,
-        call.config.TILE_TOKENS,
-        ALIGNED,
-    )
-    query_len = gl.where(request < 0, 0, call.num_tokens - start)
+    """Return (request, start, first_token, kv_head, query_len, seq_len) of a work tile."""
+    HEADS: gl.constexpr = call.config.NUM_KV_HEADS * call.config.SHARED
+    if call.config.SPLIT:
+        request, start, first_token, kv_head = find_split_tile(
+            number,
+            call.batch.query_start_loc,
+            call.batch.num_reqs,
+            HEADS,
+            call.config.TILE_TOKENS,
+        )
+    else:
+        request, start, first_token, kv_head = find_tile(
+            number,
+            call.batch.query_start_loc,
+            call.batch.num_reqs,
+            call.num_tiles,
+            call.l2_heads,
+            HEADS,
+            call.config.TILE_TOKENS,
+            2 if ALIGNED else 1,
+        )
+    query_len = call.num_tokens - start
     seq_len = 0
-    if (request >= 0) & (request < call.batch.num_reqs):
+    if request < call.batch.num_reqs:
         query_len = gl.load(call.batch.query_start_loc + request + 1) - start
         seq_len = gl.load(call.batch.seq_lens + request)
         if call.config.BLOCK_SIZE == 0:
@@ -69,15 +82,6 @@ def find_ranges(call, request, first_token, kv_head, query_len, seq_len):
     return TileRanges(
         begin, left_end, right_begin, end, left_b, right_b, after_gap, gap, call.config.RANGES
     )
-
-
-@gluon.jit
-def known_count(call, request, number, count):
-    """Return how many work tiles there are, of which `count` is a bound, as far as a work tile with
-    a number shows it. Those without a request are the last ones of a group of heads."""
-    if (request < 0) & (call.l2_heads == call.config.NUM_KV_HEADS * call.config.SHARED):
-        count = number
-    return count
 
 
 @gluon.jit
