@@ -48,6 +48,9 @@ _FEW_SPLITS = 10
 8: 16 requests of 8k latents, 2 tokens of 32 heads 61.4 and 58.1, 4 tokens of 16 heads 60.0 and
 58.4. Loads of 64 parts by 128 elements and of 32 by 64, one request: 2 tokens of 128 heads over 2k
 19.6 and 15.9, 4 tokens of 64 heads 19.4 and 15.5, 128 heads over 8k 19.8 and 18.1."""
+_SOME_SPLITS = 35
+"""Splits of the 4 to 8 requests whose rows small programs combine also with few heads: 4 requests
+of 4k latents, 16 heads, 13.9 and 12.2, 8 of 8k 26.5 and 26.0; one of 32k 31.8 and 33.2."""
 
 
 def latent_decode_workspace_bytes(
@@ -90,7 +93,7 @@ def _combine_tile(
     splits = num_ranges // (num_reqs * blocks) + 2
     if num_rows > _FEW_RESULTS // 4 and splits <= _FEW_SPLITS:
         return {"HEADS": 1, "PARTS": 1, "DV_PAD": head_size_v, "STEP": 8, "num_warps": 2}
-    if group > 32:
+    if group > 32 or _FEW_SPLITS < splits <= _SOME_SPLITS:
         size = head_size_v // 8
         return {"HEADS": 1, "PARTS": 8, "DV_PAD": size, "STEP": 32, "num_warps": 1}
     # Measured with two ranges for each SM: 32 requests of 16 heads take 50.3 us with one program
