@@ -41,7 +41,7 @@ def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None
     """
     if not isinstance(output, torch.Tensor):
         raise _type_error("output", output)
-    if not torch.compiler.is_compiling() and output.is_inference():
+    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         check_writable(output=output)
     start = output.data_ptr()
     for name, tensor in inputs.items():
