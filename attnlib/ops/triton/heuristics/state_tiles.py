@@ -83,7 +83,7 @@ TILES = {
     "copied wide row decode": StateChoice(64, 2, group=4, copies=True),
     "prefill": StateChoice(32, 2, num_stages=2),
     "wide prefill": StateChoice(32, 4, num_stages=2),
-    "long prefill": StateChoice(64, 4, num_stages=3),
+    "long prefill": StateChoice(64, 4, num_stages=2),
 }
 """Kind of steps -> choice. A "step" has too few heads for the chip, or tokens that can be taken
 back; "row" decodes have the form of `kernels.state_decode`; "wide" are a decay for each channel,

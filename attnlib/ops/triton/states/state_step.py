@@ -16,7 +16,7 @@ from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
 from attnlib.ops.triton.hopper.kernels.state_long import (
-    factor_size,
+    FACTORS,
     long_matrices_kernel,
     long_step_kernel,
     plane_size,
@@ -103,10 +103,9 @@ class PreparedStep:
             matrices, kernel = long_matrices_kernel, long_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
             planes = plane_size(c, config.PART, config.DELTA, is_channel)
-            factors = factor_size(c, config.PART, is_channel)
             self._memory = [
                 ((chunks, heads, planes), torch.bfloat16),
-                ((chunks, heads, factors), torch.float32),
+                ((chunks, heads, FACTORS.value, c), torch.float32),
             ]
         grid = (num_reqs + 1, heads * config.BLOCKS)
         self._step = KernelLaunch(kernel, config, grid, of_step, **options)

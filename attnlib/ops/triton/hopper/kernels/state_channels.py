@@ -84,7 +84,8 @@ def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
         if CONFIG.DELTA:
             seen = k * decays * chunk.beta[:, None]
             pieces.store_parts(pieces.rows_place(plane, 0, CONFIG), columns, seen, PART, CONFIG)
-        pieces.store_parts(pieces.rows_place(plane, 1, CONFIG), columns, q * decays, PART, CONFIG)
+        read = pieces.tile(pieces.rows_place(plane, 4, CONFIG), columns, PART, CONFIG)
+        tl.store(read, (q * decays).to(tl.bfloat16))
         kept = k * tl.exp(end[None, :] - total)
         pieces.store_parts(pieces.rows_place(plane, 2, CONFIG), columns, kept, PART, CONFIG)
         tl.store(vector + C + columns, tl.exp(end))

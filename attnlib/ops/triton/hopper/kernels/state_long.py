@@ -11,8 +11,9 @@ are:
     S' = exp(b[last]) S + k^T (kept u)  kept = |k| exp(b[last] - b)
 
 with |q| and |k| for the inverse lengths. Matrix units multiply bfloat16: two such numbers are 16
-bits of one of float32, and queries and keys need one. Decays per channel are part of rows of keys
-and queries that are prepared, too (`state_channels`).
+bits of one of float32, and queries and keys need one, as do the states that outputs read, which are
+rounded to bfloat16. Decays per channel are part of rows of keys and queries that are prepared, too
+(`state_channels`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ from attnlib.ops.triton.kernels.stored_state import load_state, settle_state, st
 
 __all__ = ["long_matrices_kernel", "long_step_kernel"]
 
+FACTORS: tl.constexpr = tl.constexpr(5)
+"""Vectors [C] of a chunk: beta, seen, read, kept, and exp(b[last]) in all elements; with decays per
+channel beta, and exp(b[last]) of at most 4 C channels."""
+
 
 @triton.jit
 def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
@@ -86,14 +91,7 @@ def _factors(chunk, scale, CONFIG: tl.constexpr):
 @triton.constexpr_function
 def plane_size(C, PART, DELTA, IS_CHANNEL):
     """Numbers of bfloat16 of a chunk of one head: P, T and, for decays per channel, rows."""
-    return 2 * C * ((2 if DELTA else 1) * C + (3 * PART if IS_CHANNEL else 0))
-
-
-@triton.constexpr_function
-def factor_size(C, PART, IS_CHANNEL):
-    """Numbers of float32 of a chunk of one head: beta, and exp(b[last]) of the channels, or seen,
-    read, kept and exp(b[last]) in C elements."""
-    return C + PART if IS_CHANNEL else 5 * C
+    return C * ((4 if DELTA else 2) * C + (5 * PART if IS_CHANNEL else 0))
 
 
 @triton.jit
@@ -101,9 +99,8 @@ def _places(planes, factors, chunk, head, CONFIG: tl.constexpr):
     """Return pointers to the planes and the factors of a chunk of the batch."""
     IS_CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
     PLANES: tl.constexpr = plane_size(CONFIG.C, CONFIG.PART, CONFIG.DELTA, IS_CHANNEL)
-    NUMBERS: tl.constexpr = factor_size(CONFIG.C, CONFIG.PART, IS_CHANNEL)
     number = chunk.to(tl.int64) * CONFIG.HV + head
-    return planes + number * PLANES, factors + number * NUMBERS
+    return planes + number * PLANES, factors + number * (FACTORS * CONFIG.C)
 
 
 @triton.jit
@@ -136,7 +133,7 @@ def long_matrices_kernel(
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
     planes: [chunks, HV, plane_size] bfloat16, P, T and rows in parts.
-    factors: [chunks, HV, factor_size] float32.
+    factors: [chunks, HV, FACTORS, C] float32.
     """
     C: tl.constexpr = CONFIG.C
     place, head, row = tl.program_id(0), tl.program_id(1), tl.arange(0, C)
@@ -184,22 +181,23 @@ def _store_outputs(out, part, o, columns, CONFIG: tl.constexpr):
 
 @triton.jit
 def _load_operands(part, tokens, tail, plane, FRESH: tl.constexpr, CONFIG: tl.constexpr):
-    """Return what the state is multiplied by, each [C, PART] as it is or in two parts: rows for
-    what it holds of the keys, for outputs, and for the next state. With FRESH they are in the
-    step."""
+    """Return what the state is multiplied by, [C, PART]: rows for what it holds of the keys, as
+    they are or in two parts, for outputs in bfloat16, and for the next state as the first. With
+    FRESH they are in the step."""
     if CONFIG.DECAY == DECAY_CHANNEL:
         kept = _load_parts(pieces.rows_place(plane, 2, CONFIG), CONFIG.PART, CONFIG)
-        seen, read = kept, kept
+        seen, read = kept, kept[0]
         if CONFIG.DELTA:
             seen = _load_parts(pieces.rows_place(plane, 0, CONFIG), CONFIG.PART, CONFIG)
         if FRESH:
-            read = _load_parts(pieces.rows_place(plane, 1, CONFIG), CONFIG.PART, CONFIG)
+            place = pieces.rows_place(plane, 4, CONFIG)
+            read = tl.load(pieces.tile(place, tl.arange(0, CONFIG.PART), CONFIG.PART, CONFIG))
     else:
         columns = part_columns(0, CONFIG)
         seen = (pieces.load_keys(part, tokens, tail, columns, FRESH, CONFIG),)
-        read, kept = seen, seen
+        read, kept = seen[0], seen
         if FRESH:
-            read = (pieces.load_queries(part, tokens, columns, CONFIG),)
+            read = pieces.load_queries(part, tokens, columns, CONFIG)
     return seen, read, kept
 
 
@@ -230,7 +228,7 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
             seen *= _vector(vector, 1, CONFIG)
         u -= seen
     if OUTPUTS:
-        o = pieces.multiply(parts, rows[1], zeros, CONFIG)
+        o = pieces.dot(parts[0], rows[1], zeros, CONFIG)
         if not CHANNEL:
             o *= read
         if CONFIG.HAS_SKIP:
