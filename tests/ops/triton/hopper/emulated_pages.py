@@ -93,6 +93,8 @@ CASES |= {
         },
         "blocks of 8, one warp": {"block_size": 8, "tile": DecodeTile(32, 3, warps=2)},
         "blocks of 8, two consumers": {"block_size": 8, "tile": DecodeTile(64, 3, 2)},
+        "one warp, all": {"batch": "2q1s300_q1s65", "tile": DecodeTile(64, 3, warps=4), **_ALL},
+        "one warp, 2 tokens, blocks of 64": _LAYERS["one warp, 2 tokens, blocks of 64"],
         "blocks of 2, 80 elements": {
             "block_size": 2, "head_size": 80, "dtype": torch.float16, "tile": DecodeTile(64, 2),
         },
