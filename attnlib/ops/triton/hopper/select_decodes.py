@@ -96,8 +96,9 @@ def _rotated_inside(
     """What the kernels rotate (P15): both sides for few pairs per worker, otherwise nothing, and
     other launches do. `rows` are the query rows of a pair, at most.
 
-    On an H200, int8, of the time with launches around: 4 rows 8 x 8k and 32 x 4k 0.97, 64 x 8k
-    1.00, 256 x 1k 0.99; 8 rows 32 x 4k 0.97, 64 x 8k 1.01, 256 x 1k 1.04.
+    On an H200, int8, of the time with launches around: 4 rows 8 x 8k, 32 x 4k and 64 x 8k 0.97,
+    256 x 1k 0.96; with a warp for the queries of each worker 1.00 and 0.99 of the last two, and 8
+    rows 32 x 4k 0.97, 64 x 8k 1.01, 256 x 1k 1.04.
     """
     per_sm = max(1, tile.warps, tile.consumers)
     most = _MOST_ROTATED_ALONE if per_sm == 1 else _MOST_ROTATED

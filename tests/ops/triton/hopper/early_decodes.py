@@ -27,7 +27,7 @@ EARLY: dict[str, dict[str, Any]] = {
         },
         "int8, two consumers": {
             **_INT8, "window": (99, 0), "logits_soft_cap": 20.0, "sinks": True,
-            "early": ["partition 2", "partition 4"],
+            "early": ["partition 2", "partition 3"],
         },
     }.items()
 }  # fmt: skip

@@ -123,6 +123,8 @@ CASES |= {
         "many requests": {"batch": "q1s300_q0s9_q1s70_q1s64_q1s500_q1s1_q0s3_q1s33"},
         "combined": {"batch": "q1s300_q1s70_q1s900_q1s20_q1s640_q1s65", "counters": True},
         "2 tokens": {"batch": "q2s500_q1s3_q2s9_q2s130", "heads": (4, 2), "dtype": torch.float16},
+        "3 KV heads": {"batch": "q1s300_q0s9_q1s70_q1s640", "heads": (12, 3), "counters": True},
+        "one KV head": {"batch": "q1s300_q1s900_q1s70_q1s640", "heads": (4, 1)},
         "64 elements, all": {"batch": "2q1s300_q1s65", "head_size": 64, **_ALL},
     }.items()
 }  # fmt: skip

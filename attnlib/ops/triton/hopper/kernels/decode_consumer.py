@@ -97,12 +97,13 @@ def _compute_split(call, worker, split, rows, step):
 
 
 @gluon.jit
-def consumer(call, worker, WORKER: gl.constexpr):
+def consumer(call, worker, share):
     """Multiply, and write or combine the results of a worker's splits. One warpgroup.
 
     Args:
         call: `DecodeCall`.
-        worker: `Worker`, number WORKER of the CTA.
+        worker: `Worker`.
+        share: its `WorkerShare`; None for the only worker of a CTA, whose warps find it.
     """
     config: gl.constexpr = call.config
     keys = call.keys
@@ -110,7 +111,8 @@ def consumer(call, worker, WORKER: gl.constexpr):
     if call.early == 0:
         # PDL: the previous kernel may have written the queries, the cache or the lengths.
         wait_on_dependent_grids()
-    share = worker_share(keys, WORKER, call.config)
+    if share is None:
+        share = worker_share(keys, 0, call.config)
     wait_on_dependent_grids()
     if not config.COMBINE_IN_KERNEL:
         # The combine kernel may start; it waits for this kernel's results by itself.

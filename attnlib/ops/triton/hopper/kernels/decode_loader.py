@@ -10,16 +10,14 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     wait_on_dependent_grids,
 )
 from attnlib.ops.triton.hopper.kernels.decode_call import Split
-from attnlib.ops.triton.hopper.kernels.decode_queries import send_queries
 from attnlib.ops.triton.hopper.kernels.decode_worker import elements_per_word
 from attnlib.ops.triton.hopper.kernels.gather import RequestRows
-from attnlib.ops.triton.hopper.kernels.kv_scales import load_kv_scale
 from attnlib.ops.triton.hopper.kernels.ranges import even_worker_range, worker_range
 from attnlib.ops.triton.hopper.kernels.tma_load import RequestPages
 from attnlib.ops.triton.hopper.kernels.token_scales import copy_token_scales, scales_weights
 from attnlib.ops.triton.kernels.quant import KV_PLAIN
 
-__all__ = ["WorkerShare", "loader", "worker_share"]
+__all__ = ["WorkerShare", "first_share", "loader", "second_share", "worker_share"]
 
 _GATHER_AHEAD = gl.constexpr(3)
 """Tiles between the one whose rows are gathered and the one whose block numbers are prefetched."""
@@ -64,6 +62,31 @@ def worker_share(keys, WORKER: gl.constexpr, config):
     else:
         own = worker_range(keys, index, num_ranges, gap)
     return WorkerShare(worker, num_workers, num_ranges, gap, own, worker % config.NUM_KV_HEADS)
+
+
+@gluon.jit
+def first_share(call):
+    """Return the `WorkerShare` of the first worker of this CTA."""
+    if call.early == 0:
+        # PDL: the previous kernel may have written the lengths.
+        wait_on_dependent_grids()
+    return worker_share(call.keys, 0, call.config)
+
+
+@gluon.jit
+def second_share(call, first):
+    """Return the `WorkerShare` of the second worker of this CTA, which often has the same range."""
+    if call.config.NUM_KV_HEADS % 2 == 0:
+        return WorkerShare(
+            first.worker + 1,
+            first.num_workers,
+            first.num_ranges,
+            first.gap,
+            first.range,
+            first.kv_head + 1,
+        )
+    else:
+        return worker_share(call.keys, 1, call.config)
 
 
 @gluon.jit
@@ -163,25 +186,23 @@ def _load_split(
 
 
 @gluon.jit
-def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
+def loader(call, worker, share, LOADS: gl.constexpr):
     """Load what LOADS says of a worker's range, split after split: "keys", with the scales of pages
-    that hold them, "values", "keys and values" or "queries". One warp; 4 where rows are gathered.
+    that hold them, "values" or "keys and values". One warp; 4 where rows are gathered.
 
     Args:
         call: `DecodeCall`.
-        worker: `Worker`, number WORKER of the CTA.
+        worker: `Worker`.
+        share: its `WorkerShare`; None for the only worker of a CTA, whose warps find it.
     """
-    config: gl.constexpr = call.config
     KEYS: gl.constexpr = LOADS == "keys" or LOADS == "keys and values"
     VALUES: gl.constexpr = LOADS == "values" or LOADS == "keys and values"
     keys = call.keys
     if call.early == 0:
         # PDL: the previous kernel may have written the cache, the lengths or the block table.
         wait_on_dependent_grids()
-    share = worker_share(keys, WORKER, call.config)
-    if LOADS == "queries":
-        wait_on_dependent_grids()
-        key_scale = load_kv_scale(call.k_scale, share.kv_head, config.K_SCALE_KIND)
+    if share is None:
+        share = worker_share(keys, 0, call.config)
     position = share.range.begin
     request = share.range.request
     before = share.range.before
@@ -193,16 +214,9 @@ def loader(call, worker, LOADS: gl.constexpr, WORKER: gl.constexpr):
         if position < request_end:
             start, query_len, seq_len = keys.batch.lengths(request, True)
             count = gl.minimum(share.range.end, request_end) - position
-            if LOADS == "queries":
-                split = Split(request, start, query_len, seq_len, share.kv_head, 0, count, None)
-                send_queries(call.queries, worker, split, step, key_scale, call.config)
-                step += 1
-            else:
-                visited = keys.visited(0, query_len, seq_len, request)
-                split = Split(
-                    request, start, query_len, seq_len, share.kv_head, None, count, visited
-                )
-                step = _load_split(call, worker, split, position, before, step, KEYS, VALUES)
+            visited = keys.visited(0, query_len, seq_len, request)
+            split = Split(request, start, query_len, seq_len, share.kv_head, None, count, visited)
+            step = _load_split(call, worker, split, position, before, step, KEYS, VALUES)
             position += count
         before = request_end + gl.where(tiles > 0, share.gap, 0)
         position = gl.maximum(position, before)

@@ -7,7 +7,7 @@ inverse (`quantized.query_powers`).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from attnlib.ops.triton.hopper.kernels.column_softmax import store_columns
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, prefetch_l1
@@ -26,11 +26,8 @@ __all__ = [
     "prefetch_queries",
     "prepare_queries",
     "query_layout",
-    "send_queries",
+    "scaled_queries",
 ]
-
-_ROWS = gl.constexpr(8)
-"""Rows that one warp holds in registers at a time."""
 
 
 @gluon.constexpr_function
@@ -150,7 +147,7 @@ def _load_scaled_queries(
 
 
 @gluon.jit
-def _scaled_queries(
+def scaled_queries(
     queries, split, first_row, WIDTH: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, config
 ):
     """`_load_scaled_queries` of ROWS rows. Where 4 of 8 are rotated, the others repeat them, and
@@ -195,7 +192,7 @@ def prepare_queries(call, worker, split, key_scale):
     ROWS: gl.constexpr = q_tile.shape[-2]
     WIDTH: gl.constexpr = q_tile.shape[-1]
     if config.K_KIND != KV_PLAIN:
-        scaled, inverse = _scaled_queries(call.queries, split, 0, WIDTH, ROWS, 4, config)
+        scaled, inverse = scaled_queries(call.queries, split, 0, WIDTH, ROWS, 4, config)
         store_columns(worker.factors, inverse * key_scale)
         # All warps have exchanged maxima since they used the previous split's queries.
         _store_scaled_queries(q_tile, scaled, config.K_KIND)
@@ -206,29 +203,3 @@ def prepare_queries(call, worker, split, key_scale):
         q_tile.store(rows)
     fence_async_shared()
     partition_barrier()
-
-
-@gluon.jit
-def send_queries(queries, worker, split, number, key_scale, config):
-    """Load the queries of a split, and store them once the consumer has used those of the previous
-    one. One warp. Not for 4-bit integers.
-
-    Args:
-        queries: `Queries`.
-        worker: `Worker` with barriers of the queries.
-        number: number of splits before this one.
-        key_scale: scale of the keys of this head.
-    """
-    q_tile = worker.q_tile
-    ROWS: gl.constexpr = q_tile.shape[-2]
-    WIDTH: gl.constexpr = q_tile.shape[-1]
-    for first in gl.static_range(0, ROWS, _ROWS):
-        scaled, inverse = _scaled_queries(queries, split, first, WIDTH, _ROWS, 1, config)
-        if first == 0:
-            worker.wait_for_used_queries(number)
-        q_tile.slice(first, _ROWS, 0).store(scaled[0])
-        store_columns(worker.factors.slice(first, _ROWS, 1), inverse * key_scale)
-    # WGMMA reads shared memory through the async proxy.
-    fence_async_shared()
-    partition_barrier()
-    mbarrier.arrive(worker.query_barriers.index(0), count=1)

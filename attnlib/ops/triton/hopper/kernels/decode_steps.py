@@ -256,7 +256,7 @@ def last_tile(call, worker, split, rows, acc, step):
         release_by_thread(values.empty, stage)  # the values are in registers
         if config.QUERY_WARP:
             # Products with the queries are complete.
-            release_by_thread(worker.query_barriers, 1)
+            worker.release_queries()
     else:
         if V_KIND != KV_PLAIN:
             partition_barrier()

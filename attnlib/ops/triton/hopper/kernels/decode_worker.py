@@ -2,7 +2,6 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attnlib.ops.triton.hopper.kernels.cache_tiles import allocate_rings
 from attnlib.ops.triton.hopper.kernels.compat import Value, aggregate, arrive_after_copies
@@ -32,8 +31,8 @@ class Worker:
         columns: [4, ROWS], through which warps exchange maxima and sums of columns, over quantized
             caches; else None.
         factors: [1, ROWS], factors of the scores, over quantized caches; else None.
-        query_barriers: of the queries and factors, [2, 1]: full, by the arrival of the warp that
-            prepares them, and empty, by those of the consumer's threads. None without that warp.
+        slots: `QuerySlots` of both workers of a CTA; None where the consumer prepares queries.
+        number: of this worker in the CTA, with slots; else None.
     """
 
     q_tile: Value
@@ -43,35 +42,33 @@ class Worker:
     scales: Value
     columns: Value
     factors: Value
-    query_barriers: Value
+    slots: Value
+    number: Value
 
     @gluon.jit
-    def with_query_barriers(self):
-        """Return this worker with new `query_barriers`."""
-        barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(barriers.index(0), count=1)
-        mbarrier.init(barriers.index(1), count=128)
+    def with_slots(self, slots, NUMBER: gl.constexpr):
+        """Return this worker, number NUMBER of the CTA, with queries that a warp prepares."""
         return Worker(
-            self.q_tile,
+            slots.tiles.index(NUMBER),
             self.p_tile,
             self.keys,
             self.values,
             self.scales,
             self.columns,
-            self.factors,
-            barriers,
+            slots.factors.index(NUMBER),
+            slots,
+            NUMBER,
         )
 
     @gluon.jit
-    def wait_for_queries(self, number):
-        """Wait until the queries of split number `number` are there."""
-        mbarrier.wait(self.query_barriers.index(0), number & 1)
+    def wait_for_queries(self, split):
+        """Wait until the queries of split number `split` are there."""
+        self.slots.wait_until_there(self.number, split)
 
     @gluon.jit
-    def wait_for_used_queries(self, number):
-        """Wait until the consumer has used the queries of the split before number `number`."""
-        # The parity is inverted, so that the first split does not wait.
-        mbarrier.wait(self.query_barriers.index(1), (number & 1) ^ 1)
+    def release_queries(self):
+        """Tell the warp that prepares queries that this thread has used them."""
+        release_by_thread(self.slots.barriers, 2 * self.number + 1)
 
 
 @gluon.jit
@@ -101,7 +98,7 @@ def _allocate_columns(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
-    """Return a `Worker` without `query_barriers`.
+    """Return a `Worker` without `slots`.
 
     Args:
         CACHE: dtype of the words of the caches.
@@ -153,8 +150,8 @@ def allocate_worker(CACHE: gl.constexpr, k_scale, v_scale, caches, config):
             config.V_KIND,
         )
     if config.K_KIND == KV_PLAIN:
-        return Worker(q_tile, p_tile, keys, values, scales, None, None, None)
+        return Worker(q_tile, p_tile, keys, values, scales, None, None, None, None)
     else:
         columns = _allocate_columns(4, ROWS)
         factors = _allocate_columns(1, ROWS)
-        return Worker(q_tile, p_tile, keys, values, scales, columns, factors, None)
+        return Worker(q_tile, p_tile, keys, values, scales, columns, factors, None, None)
