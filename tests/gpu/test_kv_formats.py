@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 
 @pytest.fixture(params=["tests:squares", "tests:steps", "tests:cubes", "example:rotated4"])
 def stored(request: pytest.FixtureRequest) -> Iterator[KVFormat]:
-    """Numbers by calls of a function, by equal steps, and of a table."""
+    """Numbers that instructions compute, of equal steps, and of tables for 8 and 4 bits."""
     formats = (SQUARES, STEPS, CUBES, load_object(f"{MODULE}:ROTATED_4BIT"))
     found = register_kv_format(next(one for one in formats if one.name == request.param))
     yield found
@@ -57,3 +57,39 @@ def test_a_captured_step_writes_and_reads(stored: KVFormat) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(found, wanted) and torch.equal(cache.pages, pages)
+
+
+def test_keys_and_values_with_tables_of_their_own() -> None:
+    """Two tables in shared memory, of half as many copies: decodes and a prefill."""
+    values = load_object(f"{MODULE}:ROTATED_4BIT")
+    for one in (CUBES, values):
+        register_kv_format(one)
+    try:
+        spec = attnlib.AttentionSpec(
+            num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16,
+            kv_cache_dtype=CUBES.name, value_cache_dtype=values.name,
+        )  # fmt: skip
+        draw = torch.Generator("cuda").manual_seed(0)
+        for queries, lengths in (([1, 1], [300, 77]), ([40, 1, 90], [40, 200, 130])):
+            rows, tokens = sum(queries), range(len(lengths))
+            table = [[20 * request + block for block in range(20)] for request in tokens]
+            q, k, v = (
+                torch.randn(rows, heads * 128, dtype=torch.bfloat16, device="cuda", generator=draw)
+                for heads in (8, 2, 2)
+            )
+            before = torch.randn(60 * 16, 2, 128, device="cuda", generator=draw).bfloat16()
+            outputs = []
+            for backend in ("torch", "triton"):
+                layer = attnlib.Attention(spec, backend=backend, device="cuda")
+                cache = attnlib.PagedKVCache.allocate(spec, 60, "cuda")
+                cache.write(before, before.roll(1, 0), torch.arange(60 * 16, device="cuda"))
+                batch = attnlib.CommonAttentionMetadata.from_lengths(
+                    queries, lengths, table, 16, "cuda"
+                )
+                metadata = layer.backend.make_builder(spec, "cuda").build(0, batch)
+                outputs.append(layer(q, k, v, cache, metadata).float())
+            error = (outputs[0] - outputs[1]).abs().max() / outputs[0].abs().max()
+            assert error < 0.01
+    finally:
+        for one in (CUBES, values):
+            unregister_kv_format(one.name)

@@ -68,7 +68,7 @@ def _numbers(keys: KVFormat, values: KVFormat, packed: bool = False) -> dict[str
             from attnlib.ops.triton.launch.score_compile import compile_score
 
             code = compile_score(function, "triton").apply
-            code.is_table = is_looked_up(function, bits)
+            code.is_looked_up, code.bits = is_looked_up(function, bits), bits
         found.append(code)
     named = [one for one in found if one is not None and not isinstance(one, str)]
     settle_keys(*named)

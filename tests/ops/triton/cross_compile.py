@@ -1027,6 +1027,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pages-decode-open8-steps": ("pages decode", {"cache": "tests:steps"}),
     "pages-decode-open8-table": ("pages decode", {"cache": "tests:cubes"}),
+    "pages-decode-tables": (
+        "pages decode",
+        {"cache": "tests:cubes", "values": "example:rotated4"},
+    ),
     "pages-prefill-open8-table": ("pages prefill", {"cache": "tests:cubes", "dv": 64}),
     "pages-prefill-open8": ("pages prefill", {"cache": "tests:squares", "dv": 64}),
     "rotate-heads": ("rotate heads", {"d": 256}),

@@ -1,6 +1,8 @@
-"""Instructions of `unpack_ptx` and `number_ptx` on a CPU."""
+"""Instructions of `unpack_ptx`, `number_ptx` and `lookup_ptx` on a CPU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -31,17 +33,31 @@ def _integer(name: str, x: list[int]) -> int:
         return found[x[3]]
     if name == "shr.u32":
         return x[0] >> x[1]
+    if name == "mad.lo.u32":
+        return (x[0] * x[1] + x[2]) & 0xFFFFFFFF
     if name in ("shl.b32", "mul.lo.u32"):
         return (x[0] << x[1] if name == "shl.b32" else x[0] * x[1]) & 0xFFFFFFFF
     if name == "and.b32":
         return x[0] & x[1]
-    assert name in ("mov.b32", "xor.b32"), name
-    return x[0] if name == "mov.b32" else x[0] ^ x[1]
+    assert name in ("mov.b32", "mov.u32", "xor.b32"), name
+    return x[0] ^ x[1] if name == "xor.b32" else x[0]
 
 
-def emulate(code: str, word: int) -> list[int]:
-    """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts."""
-    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word}
+def emulate(
+    code: str,
+    word: int,
+    symbols: Mapping[str, int] | None = None,
+    memory: Callable[[int], int] | None = None,
+) -> list[int]:
+    """Run the instructions of `unpack_ptx` on one register; returns the pairs of all parts.
+
+    Args:
+        code: PTX code.
+        word: the register.
+        symbols: special registers and addresses by name.
+        memory: the 32 bits at an address of shared memory.
+    """
+    registers: dict[str, int] = {"$4" if "$3" in code else "$2": word, **(symbols or {})}
     outputs: dict[int, int] = {}
     for text in code[1:-1].split(";"):
         name, _, rest = text.strip().partition(" ")
@@ -52,6 +68,10 @@ def emulate(code: str, word: int) -> list[int]:
             registers |= {"i": source & 0xFFFF, "j": source >> 16}
             continue
         target, *given = (part.strip() for part in rest.split(","))
+        if name == "ld.shared.b32":
+            assert memory is not None
+            registers[target] = memory(registers[given[0].strip("[]")])
+            continue
         x = [registers[part] if part in registers else int(part, 0) for part in given]
         if name == "cvt.rn.f16x2.e4m3x2":
             stored = torch.tensor([x[0] & 0xFF, x[0] >> 8], dtype=torch.uint8)

@@ -116,6 +116,7 @@ MAIN = [
     "pages-prefill-fp8",
     "pages-decode-open4",
     "pages-decode-open8-steps",
+    "pages-decode-tables",
     "pages-prefill-open8",
     "packed-latent-64",
     "packed-latent-selected",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from attnlib.kv_formats.number_table import Number, number_table, numbers_of
 from attnlib.object_path import load_object
-from attnlib.ops.triton.kernels.page_formats import PAGE_OPEN8, unpack
+from attnlib.ops.triton.kernels.number_tables import lookup_ptx
 from attnlib.ops.triton.launch.number_code import is_looked_up, number_ptx
-from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.score_functions import exp2, where
 from tests.kv_formats.conftest import MODULE
 from tests.kv_formats.device_formats import SQUARES
@@ -115,18 +113,29 @@ def _name(number: Number) -> str:
 
 ROTATED_4BIT = load_object(f"{MODULE}:ROTATED_4BIT")
 EQUAL_STEPS = {signed8: 8, centered8: 8, signed4: 4, centered4: 4}
-LOOKUPS = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4, sorted4: 4, nf4: 4}
 COMPUTED = {SQUARES.number: 8, mirrored_squares8: 8, e3m4: 8, e2m5: 8}
-TABLES: dict[Any, int] = EQUAL_STEPS | LOOKUPS | COMPUTED
-LOOKED_UP = {thirds8: 8, cubes8: 8}
+CODE: dict[Any, int] = EQUAL_STEPS | COMPUTED
+LOOKED_UP = {ROTATED_4BIT.number: 4, thirds4: 4, e2m1: 4, sorted4: 4, nf4: 4, thirds8: 8, cubes8: 8}
 CALLED = {scaled_by_neighbor: 8, of_its_part: 4, infinite: 4}
 
 
+def _registers() -> Iterator[int]:
+    """Two words, with every byte in each place."""
+    for first in range(256):
+        yield (first | (first * 91 + 7 & 255) << 8) * 0x10001 ^ (first * 37 + 13 & 255) << 16
+
+
+def _wanted(function: Number, bits: int, register: int) -> torch.Tensor:
+    words = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
+    parts = range(16 // bits)
+    return torch.stack([numbers_of(function, words, part).half().double() for part in parts])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", TABLES, ids=_name)
+@pytest.mark.parametrize("function", CODE, ids=_name)
 def test_instructions_give_the_numbers(function: Number, dtype: torch.dtype) -> None:
     """Every code in each place of a register, whatever the default dtype of torch is."""
-    bits = TABLES[function]
+    bits = CODE[function]
     number_table.cache_clear()
     torch.set_default_dtype(dtype)
     try:
@@ -134,40 +143,40 @@ def test_instructions_give_the_numbers(function: Number, dtype: torch.dtype) -> 
         assert code is not None and torch.get_default_dtype() == dtype
     finally:
         torch.set_default_dtype(torch.float32)
+    assert not is_looked_up(function, bits)
     assert ("fma.rn.f16x2 $" in code) == (function in EQUAL_STEPS)
-    for first in range(256):
-        register = (first | (first * 91 + 7 & 255) << 8) * 0x10001 ^ (first * 37 + 13 & 255) << 16
-        words = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
-        parts = range(16 // bits)
-        wanted = [numbers_of(function, words, part).half().double() for part in parts]
+    for register in _registers():
         found = [floats(pair) for pair in emulate(code, register)]
-        assert torch.equal(torch.stack(found), torch.stack(wanted)), hex(register)
+        assert torch.equal(torch.stack(found), _wanted(function, bits, register)), hex(register)
+
+
+@pytest.mark.parametrize("copies", [16, 32])
+@pytest.mark.parametrize("function", LOOKED_UP, ids=_name)
+def test_what_kernels_look_up(function: Number, copies: int) -> None:
+    """Lanes read their own copies; 32 of them, and 16 of two tables, are in banks of their own."""
+    bits, start, banks = LOOKED_UP[function], 1040, set()
+    assert number_ptx(function, bits) is None and is_looked_up(function, bits)
+    bytes_ = torch.arange(256, dtype=torch.int32)
+    parts = [numbers_of(function, bytes_, part).half() for part in (0, int(bits == 4))]
+    low, high = (part.view(torch.int16).int() & 0xFFFF for part in parts)
+    entries = (low.long() | high.long() << 16).tolist()
+    code = lookup_ptx.fn("numbers", copies, bits)
+    for lane, register in zip(itertools.cycle(range(32)), _registers(), strict=False):
+        addresses: list[int] = []
+
+        def memory(address: int, addresses: list[int] = addresses) -> int:
+            addresses.append(address)
+            return int(entries[(address - start) // (4 * copies)])
+
+        pairs = emulate(code, register, {"%laneid": lane, "numbers": start}, memory)
+        found = torch.stack([floats(pair) for pair in pairs])
+        assert torch.equal(found, _wanted(function, bits, register)), hex(register)
+        assert len(addresses) == 4 and len({address % (4 * copies) for address in addresses}) == 1
+        banks.add(addresses[0] // 4 % copies)
+    assert len(banks) == copies
 
 
 @pytest.mark.parametrize("function", CALLED, ids=_name)
 def test_what_kernels_call_for_each_element(function: Callable[..., Any]) -> None:
     assert number_ptx(function, CALLED[function]) is None
     assert not is_looked_up(function, CALLED[function])
-
-
-@triton.jit
-def _unpack_kernel(words, out, NUMBER: tl.constexpr):
-    offsets = tl.arange(0, 128)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    x0, x1, _, _ = unpack(tl.load(words + offsets), PAGE_OPEN8, tl.float16, 90, NUMBER)
-    tl.store(out + offsets, x0)
-    tl.store(out + 256 + offsets, x1)
-
-
-@pytest.mark.parametrize("function", LOOKED_UP, ids=_name)
-def test_what_kernels_look_up(function: Callable[..., Any], device: torch.device) -> None:
-    """Each code in both bytes of a word."""
-    assert number_ptx(function, 8) is None and is_looked_up(function, 8)
-    assert not any(is_looked_up(number, bits) for number, bits in TABLES.items())
-    codes = torch.arange(256, dtype=torch.int32)
-    words = (codes | (codes * 91 + 7 & 255) << 8).short().to(device)
-    out = torch.empty(2, 256, dtype=torch.float16, device=device)
-    apply = compile_score(function, "triton").apply
-    apply.is_table = True
-    _unpack_kernel[(1,)](words, out, NUMBER=apply)
-    wanted = [numbers_of(function, words.int(), part).half() for part in range(2)]
-    assert torch.equal(out, torch.stack(wanted))

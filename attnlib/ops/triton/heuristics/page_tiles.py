@@ -7,6 +7,7 @@ from dataclasses import replace
 from attnlib.kv_dtype import KVFormat
 from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.tiles import Tile, next_power_of_2
+from attnlib.ops.triton.kernels.number_tables import NUMBER_TABLE_BYTES
 from attnlib.ops.triton.launch.number_code import is_looked_up
 
 __all__ = [
@@ -35,8 +36,8 @@ def page_shared_bytes(
     """Shared memory of a CTA: stages of keys and values with their scales, and the weights.
 
     Args:
-        query_bytes: bytes of an element of the queries. Elements of float32 products, those that
-            are multiplied by their scales, and numbers of a table pass through shared memory.
+        query_bytes: bytes of an element of the queries. Elements of float32 products, and
+            those that are multiplied by their scales, pass through shared memory.
         products: `DeviceLimits.products`. Asynchronous products of 64 rows and more read queries
             and converted elements from shared memory, too; others exchange converted keys, then
             values, between warps there, and mma.sync reads as many queries from there.
@@ -51,9 +52,7 @@ def page_shared_bytes(
     extra = 0
     if from_shared:
         extra = 2 * (tile.block_n + tile.block_m) * elements
-    elif any(
-        one.elements_per_group or is_looked_up(one.number, one.bits) for one in (stored, values)
-    ):
+    elif stored.elements_per_group or values.elements_per_group:
         extra = 2 * tile.block_n * elements
     elif tile.block_m >= 64:
         extra = 2 * tile.block_n * max(map(next_power_of_2, (head_size, head_size_v)))
@@ -61,6 +60,9 @@ def page_shared_bytes(
         extra += 2 * tile.block_m * next_power_of_2(head_size)
     if query_bytes == 4:
         extra = 4 * tile.block_n * elements
+    looked_up = any(is_looked_up(one.number, one.bits) for one in (stored, values))
+    if looked_up and query_bytes == 2 and products != "mfma":
+        extra += NUMBER_TABLE_BYTES
     weights = query_bytes * tile.block_m * tile.block_n
     return tile.num_stages * tile.block_n * per_key + extra + weights + _RESERVED
 

@@ -107,18 +107,12 @@ def unpack(
     """Convert 16-bit words to COMPUTE (float16 or float32); return four parts, or two twice.
 
     4-bit floats are returned as float16, without their scales (`scaled`), open formats by NUMBER,
-    PTX code (`launch.number_code`) or their device function. With PTX above 0, a function of a byte
-    is called for its 256 codes only, COMPUTE is float16,
-    and pairs of words of other formats are converted by PTX code for this compute capability.
+    PTX code (`launch.number_code`, `number_tables`) or their device function. With PTX above 0,
+    COMPUTE is float16, and pairs of words of other formats are converted by PTX code for this
+    compute capability.
     """
     if _is_code(NUMBER):
         x0, x1, x2, x3 = _convert_pairs(words, NUMBER, KIND == PAGE_OPEN4)
-    elif NUMBER is not None and PTX > 0 and _is_table(NUMBER):
-        table = NUMBER(tl.arange(0, 256), 0).to(COMPUTE)
-        bits = words.to(tl.uint16, bitcast=True).to(tl.int32)
-        x0 = _looked_up(table, bits & 255)
-        x1 = _looked_up(table, bits >> 8)
-        x2, x3 = x0, x1
     elif NUMBER is not None:
         bits = words.to(tl.int32)
         x0 = NUMBER(bits, 0).to(COMPUTE)
@@ -191,19 +185,6 @@ def scaled(x, scales, COMPUTE: tl.constexpr):
     if COMPUTE == tl.float16:
         x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
     return x.to(COMPUTE)
-
-
-@triton.constexpr_function
-def _is_table(number):
-    """Return whether a device function is one of a byte (`quantized_pages`)."""
-    return getattr(number, "is_table", False)
-
-
-@triton.jit
-def _looked_up(table, codes):
-    """Return the numbers of codes in a table of 256, which is in shared memory."""
-    flat = tl.reshape(codes, [codes.shape[0] * codes.shape[1]])
-    return tl.reshape(tl.gather(table, flat, 0), codes.shape)
 
 
 @triton.constexpr_function

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.arguments import Cache
 from attnlib.ops.triton.kernels.chunks import aligned, query_powers
+from attnlib.ops.triton.kernels.number_tables import code_of_keys, code_of_values, open_tables
 from attnlib.ops.triton.kernels.page_formats import (
     PAGE_INT4,
     PAGE_NVFP4,
@@ -42,6 +43,7 @@ __all__ = [
 @triton.jit
 def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
     """Return the cache of one KV head: pointers to 16-bit words and to scales, and their strides.
+    Stores the tables of open formats.
 
     Scales are numbers, four float16 as an int64, or bytes.
     """
@@ -63,6 +65,7 @@ def open_pages(cache, kv_head, table, CONFIG: tl.constexpr):
         v_scale = v_scale.to(tl.pointer_type(tl.int64))
     elif V_KIND >= PAGE_NVFP4:
         v_scale = v_scale.to(tl.pointer_type(tl.uint8))
+    open_tables(kv_head, CONFIG)
     return Cache(
         key,
         value,
@@ -158,7 +161,7 @@ def multiply_parts(
     """Return the products [BLOCK_M, BLOCK_N] of queries and the keys of a tile."""
     KIND: tl.constexpr = CONFIG.PAGE_KIND
     COMPUTE: tl.constexpr = CONFIG.COMPUTE
-    NUMBER: tl.constexpr = CONFIG.NUMBER
+    NUMBER: tl.constexpr = code_of_keys(CONFIG.NUMBER, CONFIG.V_NUMBER, CONFIG.PTX)
     q0, q1, q2, q3 = queries
     offsets = _token_offsets(blocks, start, cache.stride_kb, cache.stride_kn, CONFIG.VEC_K, CONFIG)
     words = load_words(cache.key, offsets, inside, CONFIG.WORDS, CONFIG.WORDS_PAD, MASKED)
@@ -220,7 +223,7 @@ def add_parts(
 ):  # fmt: skip
     """Return the sums of values, and their unit, with those of a tile, by its weights."""
     KIND: tl.constexpr = CONFIG.V_PAGE_KIND
-    NUMBER: tl.constexpr = CONFIG.V_NUMBER
+    NUMBER: tl.constexpr = code_of_values(CONFIG.NUMBER, CONFIG.V_NUMBER, CONFIG.PTX)
     acc0, acc1, acc2, acc3, unit = sums
     offsets = _token_offsets(blocks, start, cache.stride_vb, cache.stride_vn, CONFIG.VEC_V, CONFIG)
     words = load_words(cache.value, offsets, inside, CONFIG.DV_WORDS, CONFIG.DV_PAD, MASKED)

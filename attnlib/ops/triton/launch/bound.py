@@ -26,7 +26,14 @@ from triton.runtime.jit import JITFunction
 from attnlib.env import raw
 from attnlib.ops.dispatch import runs_kernels
 from attnlib.ops.triton.heuristics import device as chips
-from attnlib.ops.triton.launch.driver import CHANGES, DirectLaunch, Source, direct_launch
+from attnlib.ops.triton.kernels.number_tables import has_tables
+from attnlib.ops.triton.launch.driver import (
+    CHANGES,
+    DirectLaunch,
+    Source,
+    allow_shared_memory,
+    direct_launch,
+)
 from attnlib.ops.triton.launch.settle import settle_keys
 
 __all__ = [
@@ -155,6 +162,11 @@ class BoundLaunch:
             arguments: the runtime arguments in the kernel's order, tensors as tensors.
             aligned: whether every address that the kernel is specialized on is a multiple of 16.
         """
+        if self._direct is None and has_tables(self._constants.get("CONFIG")):
+            # Not where launches only compile.
+            if JITFunction.run is _JIT_RUN and not chips.INTERPRETED:
+                compiled = self._kernel.warmup(*arguments, grid=self._grid, **self._constants)
+                allow_shared_memory(compiled)
         compiled = self._kernel[self._grid](*arguments, **self._constants)
         if aligned and self._direct is None:
             self._keep_driver_call(compiled, len(arguments))

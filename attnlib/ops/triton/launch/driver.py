@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-__all__ = ["CHANGES", "DirectLaunch", "Source", "direct_launch"]
+__all__ = ["CHANGES", "DirectLaunch", "Source", "allow_shared_memory", "direct_launch"]
 
 
 class Source(int):
@@ -39,6 +39,8 @@ _KINDS = {
     **{"i64": b"l", "fp32": b"f", "f32": b"f", "fp64": b"d", "nvTmaDesc": b"t", "constexpr": b"x"},
 }
 """How `native.c` passes an argument, by Triton's type. Others are left to Triton."""
+_SHARED_SIZE, _MOST_DYNAMIC = 1, 8
+"""Attributes of a function of the driver: its own shared memory, and how much a launch may add."""
 _LARGEST_SHARED = 228 * 1024
 """Bytes of shared memory above which Triton sets one more launch attribute."""
 
@@ -126,6 +128,27 @@ def direct_launch(compiled: Any, num_arguments: int) -> DirectLaunch | None:
         encode=functools.partial(_encode, layouts) if layouts else None,
         descriptor_layout=repr(layouts),
     )
+
+
+def allow_shared_memory(compiled: Any) -> None:
+    """Let a kernel with shared memory of its own have as much in all as the device has. Triton does
+    so where the part that it counts exceeds 48 KB, beyond which the driver asks for this.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    assert compiled.run is not None  # loads the kernel
+    driver = triton.runtime.driver.active
+    most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    cuda, own, function = (
+        ctypes.CDLL("libcuda.so.1"),
+        ctypes.c_int(),
+        ctypes.c_void_p(compiled.function),
+    )
+    failed = cuda.cuFuncGetAttribute(ctypes.byref(own), _SHARED_SIZE, function)
+    failed = failed or cuda.cuFuncSetAttribute(function, _MOST_DYNAMIC, most - own.value)
+    if failed:
+        raise RuntimeError(f"the driver refuses {most} bytes of shared memory (error {failed})")
 
 
 def _kinds(types: list[Any], encoded: bool) -> bytes | None:

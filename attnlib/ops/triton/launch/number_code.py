@@ -1,15 +1,15 @@
 """Device functions of open formats (P16) as instructions for two words at a time.
 
 A function of the 4 or 8 bits of an element is a table. Equal steps are one multiplication and
-addition in float16, as in the library's formats (`page_formats.unpack_ptx`). Numbers whose sign is
-a bit of its own have half as many magnitudes: 8 of them are in registers, and more are computed, if
-they are a polynomial of second degree or floats of 7 bits. Any other 16 numbers are in registers.
-Kernels look 256 others up in shared memory, and call functions of more bits for each element.
+addition in float16, as in the library's formats (`page_formats.unpack_ptx`). 256 numbers whose sign
+is a bit of its own are computed if 128 of them are a polynomial of second degree or floats of 7
+bits. Kernels look others up in shared memory (`kernels.number_tables`), and call functions of more
+bits for each element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,13 +20,11 @@ __all__ = ["is_looked_up", "number_ptx"]
 _FIRST = 2.0**15
 """First factor of floats whose largest number is out of reach of one."""
 _HEAD = "{.reg .b32 t, s, h, a, b, c, d, x, y, l, m; "
-_HALVES = ((0x07070707, 0x110), (0x70707070, 0x11))
-"""Masks of the codes of every second part of two words, and what makes them neighbors."""
 
 
 def is_looked_up(number: Number | None, bits: int) -> bool:
     """Whether a kernel whose numbers may be packed finds them in a table in shared memory."""
-    if number is None or bits != 8 or number_table(number, bits) is None:
+    if number is None or number_table(number, bits) is None:
         return False
     return number_ptx(number, bits) is None
 
@@ -46,13 +44,14 @@ def number_ptx(number: Number, bits: int) -> str | None:
         line = _line([table[code ^ flip] for code in range(1 << bits)])
         if line is not None:
             return _HEAD + (_line4 if bits == 4 else _line8)(flip, *line) + "}"
-    half = len(table) // 2
+    if bits == 4:
+        return None
     for mirrored in (False, True):
-        others = table[: half - 1 : -1] if mirrored else table[half:]
-        if all(number == -other for number, other in zip(table[:half], others, strict=True)):
-            signed = (_signed4 if bits == 4 else _signed8)(table[:half], mirrored)
+        others = table[:127:-1] if mirrored else table[128:]
+        if all(number == -other for number, other in zip(table[:128], others, strict=True)):
+            signed = _signed8(table[:128], mirrored)
             return None if signed is None else _HEAD + signed + "}"
-    return _HEAD + _lookup4(table) + "}" if bits == 4 else None
+    return None
 
 
 def _line(table: Sequence[float]) -> tuple[float, float] | None:
@@ -96,74 +95,22 @@ def _line4(flip: int, step: float, first: float) -> str:
     return code
 
 
-def _lookup4(table: Sequence[float]) -> str:
-    """A number of 16: `prmt` finds the bytes of four numbers of eight by 3 bits of their codes, and
-    the last bits choose between two such results. Codes are brought together as in `_signed4`."""
-    code = "shl.b32 x, $4, 4; "
-    for part, (mask, factor) in enumerate(_HALVES):
-        code += f"and.b32 s, $4, {mask:#010x}; mul.lo.u32 s, s, {factor:#x}; "
-        code += "prmt.b32 s, s, s, 0x0031; "
-        # 8 and more select the sign of a byte, eight times.
-        word = "$4" if part else "x"
-        code += f"prmt.b32 h, {word}, {word}, 0xBA98; "
-        for byte, target in enumerate("lm"):
-            low, high, *others = _bytes_of(table, byte)
-            code += f"prmt.b32 a, {low}, {high}, s; prmt.b32 b, {', '.join(others)}, s; "
-            code += f"lop3.b32 {target}, a, b, h, 0xD8; "  # h ? b : a
-        code += _numbers_of_bytes(part)
-    return code
-
-
-def _numbers_of_bytes(part: int) -> str:
-    """The numbers of two parts, of low bytes in l and high bytes in m."""
-    return f"prmt.b32 ${part}, l, m, 0x6240; prmt.b32 ${part + 2}, l, m, 0x7351; "
-
-
-def _bytes_of(numbers: Sequence[float], byte: int) -> Iterator[str]:
-    """The low (0) or high (1) bytes of numbers in float16, four at a time."""
-    bits = [int(_half(number).view(torch.int16)) for number in numbers]
-    for first in range(0, len(bits), 4):
-        four = (found >> 8 * byte & 0xFF for found in bits[first : first + 4])
-        yield f"{sum(one << 8 * number for number, one in enumerate(four)):#010x}"
-
-
-def _inverted(word: str, bits: int) -> str:
-    """Ones in t for the codes that have their first bit, besides in this bit."""
-    ones = 0x11111111 if bits == 4 else 0x01010101
-    rest = (1 << (bits - 1)) - 1
-    return f"shr.u32 t, {word}, {bits - 1}; and.b32 t, t, {ones:#010x}; mul.lo.u32 t, t, {rest}; "
-
-
-def _codes(word: str, mask: int, mirrored: bool) -> str:
+def _codes(mirrored: bool) -> str:
     """Codes without their first bits, in s; those that have it inverted if `mirrored`."""
-    # lop3 0x28 is (word ^ t) & mask.
-    mirror = f"lop3.b32 s, {word}, t, {mask:#010x}, 0x28; "
-    return mirror if mirrored else f"and.b32 s, {word}, {mask:#010x}; "
-
-
-def _signed4(numbers: Sequence[float], mirrored: bool) -> str:
-    """Eight numbers, and their negatives, whose codes have the first bit: n + 8 for that of code n,
-    or 15 - n if `mirrored`. Products, which other units compute than `prmt`, bring the codes of
-    every second part together."""
-    code = (_inverted("$4", 4) if mirrored else "") + "shl.b32 x, $4, 4; "
-    for part, (mask, factor) in enumerate(_HALVES):
-        code += _codes("$4", mask, mirrored)
-        code += f"mul.lo.u32 s, s, {factor:#x}; prmt.b32 s, s, s, 0x0031; "
-        for byte, target in enumerate("lm"):
-            code += f"prmt.b32 {target}, {', '.join(_bytes_of(numbers, byte))}, s; "
-        # lop3 0x6A is (signs & mask) ^ m.
-        code += f"lop3.b32 m, {'$4' if part else 'x'}, 0x80808080, m, 0x6A; "
-        code += _numbers_of_bytes(part)
-    return code
+    if not mirrored:
+        return "and.b32 s, $2, 0x7F7F7F7F; "
+    # t has ones behind the first bit of such codes. lop3 0x28 is ($2 ^ t) & mask.
+    code = "shr.u32 t, $2, 7; and.b32 t, t, 0x01010101; mul.lo.u32 t, t, 127; "
+    return code + "lop3.b32 s, $2, t, 0x7F7F7F7F, 0x28; "
 
 
 def _signed8(numbers: Sequence[float], mirrored: bool) -> str | None:
-    """The same of 128 numbers, if a few instructions compute them from their codes."""
+    """128 numbers, and their negatives, whose codes have the first bit: n + 128 for that of code n,
+    or 255 - n if `mirrored`; None unless a few instructions compute the numbers."""
     found = _quadratic(numbers) or _float7(numbers)
     if found is None:
         return None
-    code = (_inverted("$2", 8) if mirrored else "") + "shl.b32 x, $2, 8; "
-    code += _codes("$2", 0x7F7F7F7F, mirrored)
+    code = "shl.b32 x, $2, 8; " + _codes(mirrored)
     for part, compute in enumerate(found):
         code += f"{compute}lop3.b32 ${part}, {'$2' if part else 'x'}, 0x80008000, h, 0x6A; "
     return code
