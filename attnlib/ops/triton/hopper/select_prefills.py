@@ -34,7 +34,13 @@ from attnlib.ops.triton.hopper.prefill_plan import (
     prepare_hopper_prefill,
 )
 from attnlib.ops.triton.hopper.select_latents import select_latents
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, gathers, hopper_reads, only_copies
+from attnlib.ops.triton.hopper.sizes import (
+    BLOCK_SIZES,
+    COPIED_TOKENS,
+    gathers,
+    hopper_reads,
+    only_copies,
+)
 from attnlib.ops.triton.hopper.support import prefill_unsupported_reasons
 from attnlib.ops.triton.hopper.tensor_support import are_readable, unsupported_strides
 from attnlib.ops.triton.key_splits import key_splits
@@ -87,6 +93,8 @@ def select_prefill(
     tile = _choose_tile(call, cache_bytes=2, paged=False) if copied else _choose_tile(call)
     tile = with_sign_softmax(tile, batch.max_seq_len, shape.head_size)
     if copied:
+        if call.num_reqs == 1 and call.max_query_len < COPIED_TOKENS:
+            tile = replace(tile, persistent=False)  # see `sizes.CHUNK_TOKENS`
         return prepare_converted_prefill(call, tile, copied)
     has_score = params.score_function is not None
     if QUERIES_IN_REGISTERS and limits.tuned is None and not has_score:

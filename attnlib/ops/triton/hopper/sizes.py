@@ -108,6 +108,9 @@ with 32/8 heads of 128 and blocks of 16, converted in the prefill / copied, in m
     over 30k:  256 tokens 447 / 439   512 514 / 468   1k 970 / 755   2k 1808 / 1396   3k 2621 / 2015
     over 8k:   256 tokens 115 / 111   512 130 / 122   1k 250 / 214   2k 465 / 393
     prompts:   1k 27.7 / 25.1         2k 81.0 / 67.5  3k 170 / 139
+
+The prefill over these copies has a CTA for each work tile: over 30k, persistent / so, 512 tokens
+424 / 409, 1k 796 / 782, 2k 1465 / 1424.
 """
 
 OTHER_BLOCK_TOKENS = 256

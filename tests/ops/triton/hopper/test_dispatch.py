@@ -174,15 +174,16 @@ def test_prefills_that_compute_maxima_at_every_length(changes: dict[str, Any]) -
 def _long_prefill(**changes: Any) -> Any:
     """The launch of a prefill of two requests over a float8 cache, with 8 / 2 heads."""
     options = {"tokens": 4096, "seq_len": 5000, "heads": 2, "cache": torch.float8_e4m3fn, "n": 16}
+    options["reqs"] = 2
     options.update((name, changes.pop(name)) for name in list(changes) if name in options)
-    tokens, seq_len, heads, cache, n = options.values()
+    tokens, seq_len, heads, cache, n, reqs = options.values()
     query = torch.empty(64, 8, 128, dtype=BF16)
     key = torch.empty(5, n, heads, 128, dtype=BF16).to(cache)
-    starts = torch.zeros(3, dtype=torch.int32)
-    table = torch.zeros(2, 4, dtype=torch.int32)
+    starts = torch.zeros(reqs + 1, dtype=torch.int32)
+    table = torch.zeros(reqs, 4, dtype=torch.int32)
     params, out = AttentionParams(scale=0.1, **changes), torch.empty_like(query)
-    batch = BatchTensors(starts, starts[:2], table, max_seq_len=seq_len, max_query_len=tokens)
-    return select_prefill(_call(query, key, key.clone(), out, batch, params))
+    batch = BatchTensors(starts, starts[:-1], table, max_seq_len=seq_len, max_query_len=tokens)
+    return select_prefill(_call(query, key, key.clone(), out, batch, params), reqs == 1)
 
 
 def test_keys_of_long_prompts_are_copied_once() -> None:
@@ -197,6 +198,8 @@ def test_keys_of_long_prompts_are_copied_once() -> None:
     assert (inner.scale, inner.scales) == (0.2, (None, V_SCALE))
     assert _long_prefill(k_scale=scale).prefill.scales == (K_SCALE, None)
     assert isinstance(_long_prefill(n=1, cache=BF16), ConvertedPrefill)
+    tiles = [_long_prefill(reqs=1, tokens=tokens).prefill.tile for tokens in (512, 4095, 4096)]
+    assert [tile.persistent for tile in tiles] == [False, False, True]
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 24, 544])
