@@ -14,9 +14,9 @@ Work distribution (stream-K, Osama et al. 2023):
   ahead over the borders of splits, so that memory stays busy when a new request begins.
 - Over quantized caches there may be two such workers, each with ranges of its own. With tiles of 64
   keys, a worker has one warp that loads keys and values, and one warp prepares the queries of both
-  where their ranges are the same, else one for each. What runs for every request should fit in the
-  instruction cache: with two such warps, rotations of queries cost 1% of 256 x 1k decodes and those
-  of outputs 1%, but both 5% (H200).
+  where their ranges are the same, else one for each. Code that runs for every request should be
+  short: with two such warps, rotations of queries cost 1% of 256 x 1k decodes and those of outputs
+  1%, but both 5% (H200), probably because instructions were loaded again.
 
 Barriers, one pair per ring stage and ring: `full` completes when the TMA loads of a stage have
 delivered their bytes, or the copies of all gathering threads are complete; `empty` counts one
