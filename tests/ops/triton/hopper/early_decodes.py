@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
+from tests.ops.triton.hopper.emulated_memory import EARLY_LOADS, LOCAL
+from tests.ops.triton.hopper.emulated_tensors import Pointer
 
-__all__ = ["EARLY", "combine_splits"]
+__all__ = ["EARLY", "combine_splits", "watched"]
 
 _INT8: dict[str, Any] = {"keys": "int8_per_token_head", "tile": DecodeTile(64, 3, 2)}
 EARLY: dict[str, dict[str, Any]] = {
@@ -33,6 +38,20 @@ EARLY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Cases of `emulated_pages`. The kernel before writes the queries, which are NaN until the decode
 waits for it. The partitions that `early` names do not wait."""
+
+
+@contextmanager
+def watched(query: torch.Tensor) -> Iterator[None]:
+    """Inside, a partition that reads queries before it has waited is noted in `EARLY_LOADS`."""
+    load, address = Pointer.load, query.untyped_storage().data_ptr()
+
+    def noted(self: Pointer, mask: Any, other: Any) -> Any:
+        if self.memory.data_ptr() == address and not LOCAL.waited:
+            EARLY_LOADS.add(f"queries: {LOCAL.partition}")
+        return load(self, mask, other)
+
+    with mock.patch.object(Pointer, "load", noted):
+        yield
 
 
 def combine_splits(

@@ -26,7 +26,7 @@ from attnlib.ops.triton.launch.run import run_attention
 from attnlib.spec import AttentionSpec
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
 from tests.ops.triton.cross_compile import stub_target
-from tests.ops.triton.hopper.early_decodes import EARLY, combine_splits
+from tests.ops.triton.hopper.early_decodes import EARLY, combine_splits, watched
 from tests.ops.triton.hopper.emulate import print_cases, run_emulated
 from tests.ops.triton.hopper.emulated_memory import EARLY_LOADS, LAST_WRITES
 
@@ -223,7 +223,8 @@ def emulate_case(name: str) -> dict[str, Any]:
         prepared = prepare_hopper_decode(call, options["tile"], longest, 3, count)
         combines = (prepared.combine is not None, prepared.split_rows > 0)
         assert combines == (not (count or batch.uncombined), batch.uncombined), combines
-        run_attention(prepared, call)
+        with watched(query):
+            run_attention(prepared, call)
         combine_splits(prepared.splits(batch), out, lse, kv_heads)
         LAST_WRITES.clear()
     largest = expected.abs().amax(-1, keepdim=True).clamp(min=1e-20)
