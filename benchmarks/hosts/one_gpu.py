@@ -9,9 +9,9 @@ each in a process of its own. `start-empty` starts without compiled kernels and 
 those of earlier rows, whose cache is in the folder of --out; all rows but `start-empty` use that
 cache and ATTNLIB_KERNELS, if it is set. `start-shipped` has only the latter. Those of `start-empty`
 and `start-shipped` are empty folders, which nothing else uses. `start-parts` also writes what its
-start spends its time on, and `profile` rows the times of kernels, beside the logs. A row of attnlib
-in which vLLM's monitor saw a new kernel while it served has an error. Each row has a time limit of
-its own. Several calls, one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
+start spends its time on, and `profile` rows the times of kernels, beside the logs. A row in which
+vLLM's monitor saw a new kernel of attnlib while it served has an error. Each row has a time limit.
+Several calls, one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
 
 Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
 is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
@@ -38,6 +38,7 @@ from benchmarks.gpu import rows
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests" / "hosts"
+PACKAGE = HERE.parents[1] / "attnlib"
 BACKENDS = {"attnlib": "CUSTOM", "flash": "FLASH_ATTN"}
 FREE = 0.91
 """Share of the GPU's memory that must be free before an engine starts."""
@@ -145,8 +146,7 @@ class Run:
         error = self._run(row, command, time.monotonic() + engine.seconds, dropped)
         found = [json.loads(line) for line in _lines(self._lines)[len(before) :]]
         late = sorted({line for workload in found for line in workload.get("late", ())})
-        if late and row.endswith("/attnlib"):
-            error = error or " | ".join(late)
+        error = error or " | ".join(line for line in late if is_own(line.rpartition(" ")[2]))
         return {"workloads": found} | ({"error": error} if error else {})
 
     def _compare_tokens(
@@ -197,6 +197,11 @@ class Run:
                 process.wait()
                 return f"stopped after {left:.0f} s: {_end_of(log)}"
         return "" if code == 0 else f"exit {code}: {_end_of(log)}"
+
+
+def is_own(kernel: str) -> bool:
+    """Whether a kernel of this name is attnlib's, and not vLLM's."""
+    return any(f"def {kernel}(" in file.read_text() for file in PACKAGE.rglob("*.py"))
 
 
 def wait_for_memory() -> None:

@@ -21,7 +21,8 @@ row = {"backend": given[1], "had": cache.exists(), "kernels": os.environ.get("AT
 if "--start-parts" in given:
     pathlib.Path(given[given.index("--start-parts") + 1]).write_text("{}")
 if "int8_per_token_head" in given:
-    row["late"] = ["kernel JIT compilation during inference: x"]
+    told = "Triton kernel JIT compilation during inference: "
+    row["late"] = [told + "hopper_decode_kernel", told + "rejection_greedy_sample_kernel"]
 cache.mkdir(parents=True, exist_ok=True)
 with open(given[-1], "a") as file:
     file.write(json.dumps(row) + "\\n")
@@ -67,7 +68,8 @@ def test_starts_with_and_without_kernels_have_a_cache_for_each_backend(
 
 def test_a_kernel_that_is_new_while_attnlib_serves_is_an_error(run: Any) -> None:
     status, found = run("int8/attnlib")
-    assert status == 1 and found["int8/attnlib"]["error"].endswith("during inference: x")
+    error = found["int8/attnlib"]["error"]  # vLLM's own kernels are none
+    assert status == 1 and error.endswith(": hopper_decode_kernel") and "|" not in error
     assert len(found["int8/attnlib"]["workloads"]) == 1
 
 
