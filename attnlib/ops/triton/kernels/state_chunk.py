@@ -27,7 +27,7 @@ from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Factors
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products, summable
 
-__all__ = ["advance_state", "chunk_factors", "chunk_outputs", "dot"]
+__all__ = ["advance_state", "chunk_factors", "chunk_outputs", "cut", "dot"]
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _cut(x):
+def cut(x):
     """Return the upper 16 bits of float32 numbers as bfloat16, and the rest of the numbers."""
     bits = x.to(tl.int32, bitcast=True)
     high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -71,9 +71,9 @@ def _thirds(x):
     if x.dtype == tl.bfloat16:
         found = (x,)
     else:
-        high, rest = _cut(x.to(tl.float32))
-        middle, rest = _cut(rest)
-        found = (high, middle, _cut(rest)[0])
+        high, rest = cut(x.to(tl.float32))
+        middle, rest = cut(rest)
+        found = (high, middle, cut(rest)[0])
     return found
 
 

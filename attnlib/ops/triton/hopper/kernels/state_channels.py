@@ -33,9 +33,9 @@ def _border(total, level, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _add_products(q, k, total, end, kk, qk, CONFIG: tl.constexpr):
+def _add_products(q, k, total, kk, qk, CONFIG: tl.constexpr):
     """Return kk + k . k and qk + q . k of some channels, see `channel_products`. The first three
-    are [C, SIZE] float32, `total` the sums of decays and `end` the last of them."""
+    are [C, SIZE] float32, `total` the sums of decays."""
     C: tl.constexpr = CONFIG.C
     LEVELS: tl.constexpr = CONFIG.LEVELS
     row = tl.arange(0, C)
@@ -43,7 +43,7 @@ def _add_products(q, k, total, end, kk, qk, CONFIG: tl.constexpr):
     zeros = tl.zeros([C, C], tl.float32)
     qk += tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
     first = LEVELS - 1
-    if tl.min(end, 0) < -MOST:
+    if tl.min(tl.min(total, 1), 0) < -MOST:
         gap = tl.abs(total - _border(total, LEVELS - 2, CONFIG))
         first = tl.where(tl.max(tl.max(gap, 1), 0) <= MOST, LEVELS - 2, 0)
     for level in range(first, LEVELS):
@@ -77,15 +77,14 @@ def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
         k = pieces.load_keys(part, chunk.tokens, chunk.tail, columns, False, CONFIG).to(tl.float32)
         decay = pieces.load_decays(part, chunk.tokens, chunk.tail, columns, CONFIG)
         total = tl.cumsum(summable(decay), 0)
+        kk, qk = _add_products(q, k, total, kk, qk, CONFIG)
         end = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], total, 0.0), 0)
-        kk, qk = _add_products(q, k, total, end, kk, qk, CONFIG)
         q, k = q * factors.norm_q[:, None], k * factors.norm_k[:, None]
         decays = tl.exp(total)
         if CONFIG.DELTA:
             seen = k * decays * chunk.beta[:, None]
             pieces.store_parts(pieces.rows_place(plane, 0, CONFIG), columns, seen, PART, CONFIG)
-        read = pieces.tile(pieces.rows_place(plane, 4, CONFIG), columns, PART, CONFIG)
-        tl.store(read, (q * decays).to(tl.bfloat16))
+        pieces.store_parts(pieces.rows_place(plane, 1, CONFIG), columns, q * decays, PART, CONFIG)
         kept = k * tl.exp(end[None, :] - total)
         pieces.store_parts(pieces.rows_place(plane, 2, CONFIG), columns, kept, PART, CONFIG)
         tl.store(vector + C + columns, tl.exp(end))

@@ -11,9 +11,8 @@ are:
     S' = exp(b[last]) S + k^T (kept u)  kept = |k| exp(b[last] - b)
 
 with |q| and |k| for the inverse lengths. Matrix units multiply bfloat16: two such numbers are 16
-bits of one of float32, and queries and keys need one, as do the states that outputs read, which are
-rounded to bfloat16. Decays per channel are part of rows of keys and queries that are prepared, too
-(`state_channels`).
+bits of one of float32, and queries and keys need one. Decays per channel are part of rows of keys
+and queries that are prepared, too (`state_channels`).
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _factors(chunk, scale, CONFIG: tl.constexpr):
 @triton.constexpr_function
 def plane_size(C, PART, DELTA, IS_CHANNEL):
     """Numbers of bfloat16 of a chunk of one head: P, T and, for decays per channel, rows."""
-    return C * ((4 if DELTA else 2) * C + (5 * PART if IS_CHANNEL else 0))
+    return 2 * C * ((2 if DELTA else 1) * C + (3 * PART if IS_CHANNEL else 0))
 
 
 @triton.jit
@@ -181,23 +180,22 @@ def _store_outputs(out, part, o, columns, CONFIG: tl.constexpr):
 
 @triton.jit
 def _load_operands(part, tokens, tail, plane, FRESH: tl.constexpr, CONFIG: tl.constexpr):
-    """Return what the state is multiplied by, [C, PART]: rows for what it holds of the keys, as
-    they are or in two parts, for outputs in bfloat16, and for the next state as the first. With
-    FRESH they are in the step."""
+    """Return what the state is multiplied by, each [C, PART] as it is or in two parts: rows for
+    what it holds of the keys, for outputs, and for the next state. With FRESH they are in the
+    step."""
     if CONFIG.DECAY == DECAY_CHANNEL:
         kept = _load_parts(pieces.rows_place(plane, 2, CONFIG), CONFIG.PART, CONFIG)
-        seen, read = kept, kept[0]
+        seen, read = kept, kept
         if CONFIG.DELTA:
             seen = _load_parts(pieces.rows_place(plane, 0, CONFIG), CONFIG.PART, CONFIG)
         if FRESH:
-            place = pieces.rows_place(plane, 4, CONFIG)
-            read = tl.load(pieces.tile(place, tl.arange(0, CONFIG.PART), CONFIG.PART, CONFIG))
+            read = _load_parts(pieces.rows_place(plane, 1, CONFIG), CONFIG.PART, CONFIG)
     else:
         columns = part_columns(0, CONFIG)
         seen = (pieces.load_keys(part, tokens, tail, columns, FRESH, CONFIG),)
-        read, kept = seen[0], seen
+        read, kept = seen, seen
         if FRESH:
-            read = pieces.load_queries(part, tokens, columns, CONFIG)
+            read = (pieces.load_queries(part, tokens, columns, CONFIG),)
     return seen, read, kept
 
 
@@ -213,11 +211,6 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
     C: tl.constexpr = CONFIG.C
     ROWS: tl.constexpr = CONFIG.ROWS
     CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
-    # Loads that no operand is made of may not come before the body of the loop: they are first.
-    if CHANNEL:
-        decay = tl.load(vector + C + tl.arange(0, CONFIG.PART))[None, :]
-    else:
-        decay, read = tl.load(vector + 4 * C), _vector(vector, 2, CONFIG)
     v = tl.trans(v)
     zeros = tl.zeros([ROWS, C], tl.float32)
     parts, o = pieces.parts_of(s), zeros
@@ -228,9 +221,9 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
             seen *= _vector(vector, 1, CONFIG)
         u -= seen
     if OUTPUTS:
-        o = pieces.dot(parts[0], rows[1], zeros, CONFIG)
+        o = pieces.multiply(parts, rows[1], zeros, CONFIG)
         if not CHANNEL:
-            o *= read
+            o *= _vector(vector, 2, CONFIG)
         if CONFIG.HAS_SKIP:
             o += v * skip
     if CONFIG.DELTA:
@@ -238,9 +231,11 @@ def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFI
         u = pieces.multiply(pieces.parts_of(u), solve, zeros, CONFIG)
     if OUTPUTS:
         o = pieces.multiply(pieces.parts_of(u), _load_parts(plane, C, CONFIG), o, CONFIG)
-    s *= decay
-    if not CHANNEL:
+    if CHANNEL:
+        s *= tl.load(vector + C + tl.arange(0, CONFIG.PART))[None, :]
+    else:
         u *= _vector(vector, 3, CONFIG)
+        s *= tl.load(vector + 4 * C)
     parts, kept = pieces.parts_of(u), ()
     for term in tl.static_range(len(rows[2])):
         kept = kept + (tl.trans(rows[2][term]),)
@@ -302,9 +297,7 @@ def long_step_kernel(
     chunks = request.first // C + number * CONFIG.EXTRA
     count, held = pieces.count_chunks(request, base, CONFIG)
     for fresh in tl.static_range(2):
-        for own in tl.range(
-            held * fresh, count if fresh else held, num_stages=None if fresh else 1
-        ):
+        for own in tl.range(held * fresh, count if fresh else held, num_stages=1 + fresh):
             part = pieces.open_part(request, base, own, CONFIG)
             plane, vector = _places(planes, factors, chunks + own, head, CONFIG)
             rows = _load_operands(part, tokens, tail, plane, fresh == 1, CONFIG)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_chunk import dot
+from attnlib.ops.triton.kernels.state_chunk import cut, dot
 from attnlib.ops.triton.kernels.state_requests import kept_state
 from attnlib.ops.triton.kernels.state_sums import joins
 
@@ -151,8 +151,8 @@ def load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: t
 @triton.jit
 def parts_of(x):
     """Return two numbers of bfloat16 whose sum is x to 16 bits, the larger first."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    high, rest = cut(x)
+    return high, rest.to(tl.bfloat16)
 
 
 @triton.jit
@@ -183,10 +183,10 @@ def invert(a, CONFIG: tl.constexpr):
 
 @triton.jit
 def rows_place(plane, which: tl.constexpr, CONFIG: tl.constexpr):
-    """Return the pointer to rows [C, PART] of a chunk that states are multiplied by: two parts of
-    those for what a state holds of the keys and, from 2 on, for the next state; 4 for outputs."""
-    MATRICES: tl.constexpr = 4 if CONFIG.DELTA else 2
-    return plane + CONFIG.C * (MATRICES * CONFIG.C + which * CONFIG.PART)
+    """Return the pointer to the rows [C, PART] of a chunk that states are multiplied by: those for
+    what a state holds of the keys, for outputs, and for the next state."""
+    MATRICES: tl.constexpr = 2 if CONFIG.DELTA else 1
+    return plane + 2 * CONFIG.C * (MATRICES * CONFIG.C + which * CONFIG.PART)
 
 
 @triton.jit
