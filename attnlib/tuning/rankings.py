@@ -12,8 +12,9 @@ layers that differ from it
 - in the kind of float8 elements as well: an e5m2 cache has as many bytes as an e4m3 cache, and the
   same kernels read it.
 
-Other layers over float8 caches take the order of those that were measured on a chip, if one backend
-was the fastest in each class of them. Each of these rules precedes the next one on every chip.
+Other layers over float8 caches, or over caches of 16-bit floats, take the order of those that were
+measured on a chip, if one backend was the fastest in each class of them. Each of these rules
+precedes the next one on every chip.
 `benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench` and `attnlib tune`.
 """
 
@@ -42,9 +43,10 @@ _WHOLE_BLOCKS = 16
 """Smaller blocks have kernels of their own, so that measurements of others say nothing about them.
 """
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_FLOAT8_FEATURES = frozenset({"window", "soft cap", "sinks"})
-"""Features that the kernels of the measured float8 layers have too. Layers with other features may
-use other kernels."""
+_16_BITS = ("bfloat16", "float16")
+_FEATURES = frozenset({"window", "soft cap", "sinks"})
+"""Features that the kernels of the measured layers have too. Layers with other features may use
+other kernels."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,21 +133,30 @@ def _of_other_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
     return None
 
 
-def _of_all_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
-    """The order of all measured float8 layers of a chip with the same dtype of queries, with their
-    number in `Ranking.classes`; None if their fastest backends differ.
+def _of_all_layers(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
+    """The order of all measured layers of a chip over float8 caches with the same dtype of queries,
+    or over caches of 16-bit floats, with their number in `Ranking.classes`; None if their fastest
+    backends differ.
     """
+    stored = layer["kv_cache_dtype"]
+    if layer["block_size"] < _WHOLE_BLOCKS or not _FEATURES.issuperset(layer["features"]):
+        return None
+    queries: tuple[str, ...]
+    if stored in _FLOAT8:
+        queries, caches = (layer["dtype"],), _FLOAT8
+    elif stored in _16_BITS and stored == layer["dtype"]:
+        queries = caches = _16_BITS
+    else:
+        return None
     found = [
         ranking
         for ranking in shipped_rankings(chip)
-        if ranking.layer["kv_cache_dtype"] in _FLOAT8 and ranking.layer["dtype"] == layer["dtype"]
+        if ranking.layer["dtype"] in queries
+        and ranking.layer["kv_cache_dtype"] in caches
+        and ranking.layer["block_size"] >= _WHOLE_BLOCKS
+        and "mla" not in ranking.layer["features"]
     ]
-    if (
-        layer["kv_cache_dtype"] not in _FLOAT8
-        or layer["block_size"] < _WHOLE_BLOCKS
-        or not _FLOAT8_FEATURES.issuperset(layer["features"])
-        or len({ranking.order[0] for ranking in found}) != 1
-    ):
+    if len({ranking.order[0] for ranking in found}) != 1:
         return None
     order = tuple(dict.fromkeys(name for ranking in found for name in ranking.order))
     dtypes = sorted({str(ranking.layer["kv_cache_dtype"]) for ranking in found})
@@ -157,7 +168,7 @@ def _of_all_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
 _RULES: tuple[Callable[[str, Mapping[str, Any]], Ranking | None], ...] = (
     _of_nearest_blocks,
     _of_other_float8,
-    _of_all_float8,
+    _of_all_layers,
 )
 
 
@@ -165,7 +176,7 @@ def shipped_ranking(spec: LayerSpec, device: DeviceInfo) -> Ranking | None:
     """The shipped ranking for layers like `spec`: of this chip, else of the nearest measured chip
     of the same compute capability, with the other chip's name in `Ranking.chip`. On each chip the
     exact block size precedes the nearest one, which is then named in `Ranking.block_size`. Layers
-    over float8 caches that no chip ranks take the order of other float8 layers, which
+    over caches of floats that no chip ranks take the order of other such layers, which
     `Ranking.kv_cache_dtype` and `Ranking.classes` describe.
 
     Returns None if there is none, or if ATTNLIB_TUNING=off.

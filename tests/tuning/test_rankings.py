@@ -88,7 +88,8 @@ def test_rankings_apply_to_every_degree_of_tensor_parallelism() -> None:
 @pytest.mark.parametrize(
     ("spec", "device"),
     [
-        (LLAMA.replace(head_size=96), H200),
+        (LLAMA.replace(head_size=96, has_alibi=True), H200),
+        (LLAMA.replace(dtype=torch.float32), H200),
         (LLAMA.replace(block_size=4), H200),
         (FLOAT8.replace(block_size=8), H200),
         (FLOAT8.replace(has_alibi=True), H200),
@@ -167,6 +168,33 @@ def test_other_float8_layers_use_the_order_of_all_measured_ones(changes: dict[st
     far = dataclasses.replace(H200, name="NVIDIA GH200 480GB")
     other = measured_ranking(FLOAT8.replace(**changes), far)
     assert other is not None and "on the NVIDIA H200, the nearest" in str(other.message("triton"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_size": 64},
+        {"head_size": 96},
+        {"num_kv_heads": 32, "head_size": 64, "sliding_window": 4096},
+        {"dtype": torch.float16},
+        {"head_size": 256, "num_kv_heads": 16, "logits_soft_cap": 50.0, "block_size": 64},
+    ],
+)
+def test_other_layers_use_the_order_of_all_measured_ones(changes: dict[str, Any]) -> None:
+    """Llama 3.2 1B has 4 heads of 64 for each KV head, which no result has: by priority it took
+    flash_attn where that was installed. An H100, whose classes differ, takes those of the H200."""
+    spec = LLAMA.replace(**changes)
+    ranking = measured_ranking(spec, H200)
+    assert ranking is not None and ranking.order[0] == "triton"
+    assert ranking.classes >= 15 or ranking.block_size
+    if ranking.classes:
+        assert f"all {ranking.classes} measured classes of layers with bfloat16 caches" in str(
+            ranking.message("triton")
+        )
+    order = [entry.name for entry in auto_order(registrations().values(), H200, ranking.order)]
+    assert order[0] == "triton"
+    other = measured_ranking(spec, dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3"))
+    assert other is not None and other.order[0] == "triton"
 
 
 def test_float8_layers_without_a_common_fastest_backend_have_no_ranking(
