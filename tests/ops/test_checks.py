@@ -107,6 +107,12 @@ def test_outputs_of_inference_mode_are_refused_before_a_write() -> None:
     with torch.no_grad(), refused:
         layer(query, key, key, cache, metadata, output=output)
     assert not cache.key_cache.any()
+    for _ in range(3):  # of a kind of call that is known
+        layer(query, key, key, cache, metadata, output=torch.empty(2, 64))
+    before = cache.key_cache.clone()
+    with torch.no_grad(), pytest.raises(ContractError, match="memory of output was made"):
+        layer(query, key + 1, key, cache, metadata, output=output)
+    assert torch.equal(cache.key_cache, before)
 
 
 def test_outputs_of_steps_in_inference_mode_are_refused_before_the_window_moves() -> None:

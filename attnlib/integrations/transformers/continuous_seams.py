@@ -96,7 +96,7 @@ def _checked_step(original: Callable[..., Any]) -> Callable[..., Any]:
         inputs = self.inputs_and_outputs
         if inputs.compute_stream is not None and not hasattr(inputs, "h2d_stream"):
             # Batches that do not overlap are prepared on the current stream.
-            inputs.compute_stream.wait_stream(torch.cuda.current_stream())
+            inputs.compute_stream.wait_stream(torch.cuda.current_stream(inputs.device))
         with check_layers(self.cache, model):
             return original(self, model, *args, **kwargs)
 

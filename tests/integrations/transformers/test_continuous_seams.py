@@ -116,13 +116,14 @@ def test_a_step_waits_for_the_stream_that_prepares_its_batch(
 ) -> None:
     """Overlapping batches are prepared on the host, and have an event for their copy."""
     waited: list[object] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
     monkeypatch.setattr(continuous_seams, "check_layers", lambda *_: nullcontext())
-    inputs = SimpleNamespace(compute_stream=SimpleNamespace(wait_stream=waited.append))
+    stream = SimpleNamespace(wait_stream=waited.append)
+    inputs = SimpleNamespace(compute_stream=stream, device="cuda:1")
     if overlapping:
         inputs.h2d_stream = None
     runner = SimpleNamespace(inputs_and_outputs=inputs, cache=None)
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
     step = continuous_seams._checked_step(lambda self, model, data: "computed")
     assert step(runner, model, {}) == "computed"
-    assert waited == (["current"] if name == "attnlib" and not overlapping else [])
+    assert waited == (["current of cuda:1"] if name == "attnlib" and not overlapping else [])
