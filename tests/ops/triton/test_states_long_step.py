@@ -69,6 +69,7 @@ def served(spec: StateSpec, length: int, plan: list[tuple[int, int]], every: int
     [
         ("gated delta", {}),
         ("kimi delta", {}),
+        ("gla", {"key_size": 96}),
         pytest.param("gla", {"key_size": 40}, marks=pytest.mark.slow),
         pytest.param("mamba2", {}, marks=pytest.mark.slow),
         pytest.param("lightning", {"chunk_size": 32}, marks=pytest.mark.slow),

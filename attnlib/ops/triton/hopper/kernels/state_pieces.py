@@ -109,7 +109,7 @@ def _load(
     """Return columns of SIZE in the rows of a chunk, [C, columns], 0 where there is no token."""
     place, exists = places_of(part, old, new, OLD, NEW, FRESH, CONFIG)
     inside = exists[:, None]
-    if (columns.shape[0] - 1) & SIZE:  # a power of two divides it
+    if ((columns.shape[0] - 1) | (SIZE - 1)) & SIZE:  # other columns of a power of two all exist
         inside = inside & (columns < SIZE)[None, :]
     return tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
 
