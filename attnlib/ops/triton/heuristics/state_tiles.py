@@ -49,7 +49,7 @@ class StateChoice(NamedTuple):
         rows: most value rows that a program computes at a time, a power of two of at least 16.
             Those of chunks are 32: chips multiply 64 rows by other instructions, with other bits,
             where a program has enough warps.
-        num_warps: of a program, for at most 128 keys and chunks of 16 tokens.
+        num_warps: of a program, for heads of at most 128 and chunks of 16 tokens.
         registers: most of a thread on NVIDIA's chips, 0 for the compiler's choice; for "row"
             decodes only.
         num_stages: of the loop over chunks on NVIDIA's chips, for chunks of 16 tokens; with more
@@ -174,12 +174,12 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     most = LARGEST_HEAD if is_long else MOST_COLUMNS
     part = min(most, max(16, triton.next_power_of_2(key_size)))
     largest = max(16, triton.next_power_of_2(value_size))
-    # Matrix units that multiply 64 rows do so in all kinds of steps.
+    # Four warps or more multiply 64 rows by the same instructions in all kinds of steps.
     rows = 64 if value_size > 128 else min(choice.rows, largest)
     passes = largest // rows if choice.is_whole and is_decode else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
-    is_large = key_size > 128 or (chunk_size > 16 and not is_long)
+    is_large = max(key_size, value_size) > 128 or (chunk_size > 16 and not is_long)
     warps = min(choice.num_warps * (2 if is_large else 1), 8)
     stages = choice.num_stages if is_long or chunk_size == 16 else 1
     return StateTile(rows, passes, 0, part, parts, blocks, warps, 0, stages)
