@@ -30,7 +30,7 @@ from attnlib.layer.state import StateLayer
 from attnlib.layer.state_warmup import run_state_batch, unused_batches
 from attnlib.layer.warmup_batches import (
     extra_keys,
-    large_write,
+    long_batches,
     new_batch,
     new_tensors,
     warmup_batches,
@@ -144,7 +144,7 @@ def _batches(
     """Query lengths of the batches to run -> bounds on sequence lengths."""
     lengths, most = warmup_batches(limits, builder.reorder_batch_threshold), limits.max_seq_len
     if runs_kernels(device) and builder.spec.is_paged:
-        lengths.append(large_write(limits))
+        lengths += long_batches(builder.spec, limits)
     found = {one: builder.seq_len_bounds(len(one), max(one), max(most, *one)) for one in lengths}
     for one in builder.warmup_lengths(limits):
         found.setdefault(one, [most])

@@ -20,13 +20,24 @@ from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
 
-__all__ = ["extra_keys", "large_write", "new_batch", "new_tensors", "warmup_batches"]
+__all__ = [
+    "extra_keys",
+    "large_write",
+    "long_batches",
+    "new_batch",
+    "new_tensors",
+    "warmup_batches",
+]
 
 _LONGEST_TILE = 256
 """Longer queries use the same tiles."""
 
 _MANY_TOKENS = 4096
 """More than the programs of a cache write that start at once on any GPU."""
+
+_CHUNKS = (512, 4095)
+"""Tokens of the shortest and the longest chunk of one request whose float8 keys are copied on Hopper
+for a prefill with a kernel of its own (`hopper.sizes.CHUNK_TOKENS`)."""
 
 _MOST_COLUMNS = 1 << 17
 """Of a block table. Kernels depend on the factors of two of its row stride, and not on its size."""
@@ -69,6 +80,14 @@ def large_write(limits: BatchLimits) -> tuple[int, ...]:
     tokens = min(limits.max_num_tokens, _MANY_TOKENS)
     query = min(tokens, limits.max_seq_len)
     return (query,) * min(limits.max_num_reqs, tokens // query)
+
+
+def long_batches(spec: AttentionSpec, limits: BatchLimits) -> list[tuple[int, ...]]:
+    """Query lengths of the batches of more than `_LONGEST_TILE` tokens that have other kernels."""
+    found, most = [large_write(limits)], min(limits.max_num_tokens, limits.max_seq_len)
+    if spec.kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        found += [(tokens,) for tokens in _CHUNKS if tokens <= most]
+    return found
 
 
 def _powers(limit: int) -> list[int]:

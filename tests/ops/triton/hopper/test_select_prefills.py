@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from attnlib.ops.triton.hopper.converted_prefill import copied_rows
+from attnlib.layer.warmup_batches import long_batches, warmup_batches
+from attnlib.ops.triton.hopper.converted_prefill import ConvertedPrefill, copied_rows
 from attnlib.ops.triton.hopper.select_prefills import _fits_one_head
 from attnlib.ops.triton.hopper.sizes import (
     CHUNK_TOKENS,
@@ -16,6 +17,9 @@ from attnlib.ops.triton.hopper.sizes import (
     OTHER_BLOCK_TOKENS,
     SCALED_TOKENS,
 )
+from attnlib.spec import AttentionSpec
+from attnlib.workspace import BatchLimits
+from tests.ops.triton.hopper.test_dispatch import _long_prefill
 
 
 @pytest.mark.parametrize(
@@ -108,3 +112,26 @@ def test_chunks_that_see_a_part_of_the_keys_are_not_copied(
     key = torch.empty(1, 16, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
     for tokens, rows in ((CHUNK_TOKENS, 0), (COPIED_TOKENS - 1, 0), (COPIED_TOKENS, 32_768)):
         assert copied_rows(key, (128, 128), cast(Any, batch), cast(Any, params), tokens, 4) == rows
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("most", [700, 2048, 4095, 16_384])
+def test_warm_ups_run_every_kernel_of_chunks_over_copies(most: int, block_size: int) -> None:
+    """P1: chunks of one request of fewer than COPIED_TOKENS have a kernel of their own."""
+
+    def kernel(tokens: int) -> Any:
+        found = _long_prefill(reqs=1, tokens=tokens, seq_len=32_768, n=block_size)
+        return found.prefill.tile if isinstance(found, ConvertedPrefill) else None
+
+    spec = AttentionSpec(
+        num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16,
+        kv_cache_dtype="fp8_e4m3", block_size=block_size,
+    )  # fmt: skip
+    limits = BatchLimits(max_num_reqs=64, max_num_tokens=most, max_seq_len=32_768)
+    batches = [*warmup_batches(limits, 8), *long_batches(spec, limits)]
+    assert max(map(sum, batches)) <= most
+    warmed = {kernel(lengths[0]) for lengths in batches if len(lengths) == 1}
+    edges = (CHUNK_TOKENS, 600, 2000, COPIED_TOKENS - 1, COPIED_TOKENS, 9000)
+    possible = {kernel(tokens) for tokens in edges if tokens <= most}
+    assert len(possible) == 1 + (most >= COPIED_TOKENS)
+    assert possible <= warmed
