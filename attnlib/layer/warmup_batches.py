@@ -36,8 +36,8 @@ _MANY_TOKENS = 4096
 """More than the programs of a cache write that start at once on any GPU."""
 
 _CHUNKS = (512, 4095)
-"""Tokens of the shortest and the longest chunk of one request whose float8 keys are copied on Hopper
-for a prefill with a kernel of its own (`hopper.sizes.CHUNK_TOKENS`)."""
+"""Tokens of the shortest and the longest chunk of one request whose float8 keys Hopper copies,
+which have a prefill kernel of their own (`hopper.sizes.CHUNK_TOKENS`)."""
 
 _MOST_COLUMNS = 1 << 17
 """Of a block table. Kernels depend on the factors of two of its row stride, and not on its size."""
