@@ -3,11 +3,13 @@ are then read while queries arrive, and the second kernel combines the splits of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from attnlib.backends.step_plan import is_current
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.layer.call import new_lse
@@ -17,7 +19,7 @@ from attnlib.parallel.metadata import ParallelMetadata
 if TYPE_CHECKING:
     from attnlib.parallel.attention import ParallelAttention
 
-__all__ = ["attend_keys"]
+__all__ = ["attend_keys", "leaves_splits"]
 
 _MOST_PROGRAMS = 128
 """Tokens times heads of a rank, one program each, whose splits the exchange combines: with their
@@ -36,15 +38,27 @@ def attend_keys(
     Args:
         by_memory: the launch before is that of `share_words`, the next one that of `merge_words`.
     """
-    cached = layer.cached
+    cached, impl = layer.cached, cast(Any, layer.cached.impl)
     if not by_memory or metadata.over_context or metadata.empty is not None:
         return *layer.attend_cached(queries, cache, metadata), None
-    attend, batch = getattr(cached.impl, "forward_uncombined", None), metadata.behind_queries
+    batch = metadata.behind_queries
     assert batch is not None
     is_large = queries.shape[0] * layer.spec.num_heads > _MOST_PROGRAMS
-    if attend is None or is_large or OBSERVERS or VALIDATE_KEY in ENVIRONMENT:
+    if is_large or OBSERVERS or VALIDATE_KEY in ENVIRONMENT or not leaves_splits(impl):
         return *cached(queries, None, None, cache, batch, True), None
     shape = (queries.shape[0], cached.spec.num_heads, cached.spec.head_size_v)
     out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
     lse = new_lse(cached.spec, queries)
-    return out, lse, attend(queries, cache, batch, out, lse)
+    return out, lse, impl.forward_uncombined(queries, cache, batch, out, lse)
+
+
+def leaves_splits(impl: Any) -> bool:
+    """Whether an `AttentionImpl` has `forward_uncombined`, and neither a subclass nor an assignment
+    replaced `forward` or `plan` without it."""
+    return _has_current(impl.__class__) and impl.group.has_plan
+
+
+@functools.cache
+def _has_current(cls: type[Any]) -> bool:
+    name = "forward_uncombined"
+    return hasattr(cls, name) and is_current(cls, name, "forward", "plan")

@@ -11,6 +11,7 @@ from attnlib.layer.warmup import warmup
 from attnlib.ops.dispatch import operation
 from attnlib.ops.split_states import SplitStates
 from attnlib.parallel.attention import ParallelAttention
+from attnlib.parallel.between import leaves_splits
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.merge import MergeRows, Parts
 from attnlib.parallel.prefill import ParallelPrefill
@@ -79,7 +80,7 @@ def _exchange(layer: ParallelAttention, tokens: int, device: torch.device) -> No
     rows = MergeRows.of(layer.group.world_size, tokens, spec.has_sink, device)
     state = *sent, rows, merged, lse, layer.sinks
     layer.exchange.combine(*state, has_state=False)
-    if tokens == 1 and hasattr(layer.cached.impl, "forward_uncombined"):  # of small batches only
+    if tokens == 1 and leaves_splits(layer.cached.impl):  # of small batches only
         layer.exchange.gather_heads(query)
         splits = SplitStates.of(tokens, spec.num_kv_heads, device)
         layer.exchange.combine(*state, has_state=False, splits=splits)

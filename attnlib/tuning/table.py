@@ -69,7 +69,8 @@ class Ranking:
         if name == fastest:
             where = "this chip"
             if self.chip:
-                where = f"the {self.chip}, the nearest chip with a measurement of them"
+                measured = "such an order" if self.classes else "a measurement of them"
+                where = f"the {self.chip}, the nearest chip with {measured}"
             found = f"measured fastest of {', '.join(self.order)}"
             if self.classes:
                 return (

@@ -26,6 +26,7 @@ from attnlib.parallel import (
     peers,
     setup_checks,
 )
+from attnlib.parallel.between import leaves_splits
 from attnlib.parallel.divisions import Interleaved
 
 SPEC = AttentionSpec(num_heads=8, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
@@ -219,3 +220,17 @@ def test_sizes_that_fit() -> None:
     assert not peers.fit(1024, 1, 8, sizes)
     assert not peers.fit(1, 1, 8, (254, 256)), "no whole words"
     assert not peers.fit(1, 1, 8, (256, 2048)), "a head of 512 words"
+
+
+@pytest.mark.parametrize("method", ["forward", "plan"])
+def test_methods_of_a_subclass_are_not_bypassed(method: str) -> None:
+    """An impl that replaces what it inherits is called, and combines its own splits."""
+    pytest.importorskip("triton")
+    from attnlib.backends.triton.impl import TritonImpl
+
+    assert leaves_splits(TritonImpl(SPEC, scale=1.0))
+    replaced = type("Impl", (TritonImpl,), {method: lambda *given: None})
+    assert not leaves_splits(replaced(SPEC, scale=1.0))
+    assigned = TritonImpl(SPEC, scale=1.0)
+    setattr(assigned, method, lambda *given: None)
+    assert not leaves_splits(assigned)

@@ -195,6 +195,10 @@ def test_other_layers_use_the_order_of_all_measured_ones(changes: dict[str, Any]
     assert order[0] == "triton"
     other = measured_ranking(spec, dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3"))
     assert other is not None and other.order[0] == "triton"
+    if other.classes:  # the H100 has measured such layers, too
+        assert "the NVIDIA H200, the nearest chip with such an order" in str(
+            other.message("triton")
+        )
 
 
 def test_float8_layers_without_a_common_fastest_backend_have_no_ranking(
