@@ -18,6 +18,7 @@ from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.addresses import check_block_table, check_slot_values
+from attnlib.ops.checks import check_writable
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.prefill_metadata import PrefillMetadata
@@ -161,6 +162,7 @@ def _checked(
         output = per_head("output", output, spec.num_heads, spec.head_size_v)
         without_batch: Any = None
         check_output(spec, LayerCall(query, None, None, cache, without_batch, output))
+        check_writable(output=output)
     return ParallelCall(query, key, value, output)
 
 

@@ -14,6 +14,7 @@ from attnlib.cache.hybrid_groups import KVCacheGroup
 from attnlib.cache.index_keys import IndexKeyCache
 from attnlib.cache.packed_latents import PackedLatentCache
 from attnlib.errors import ContractError
+from attnlib.parallel import Interleaved, ParallelAttention, RankGroup, divided_batch
 from attnlib.spec import AttentionSpec, StateSpec
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=16)
@@ -132,3 +133,23 @@ def test_outputs_of_steps_in_inference_mode_are_refused_before_the_window_moves(
     with torch.no_grad(), refused:
         layer(*x.split([32, 32, 64], 1), *gates, cache, metadata, output=output)
     assert torch.equal(cache.memory, before)
+
+
+def test_outputs_of_divided_layers_in_inference_mode_are_refused_before_a_write() -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        layer = ParallelAttention(SPEC, RankGroup(), Interleaved(1), backend="torch", device="cpu")
+        cache = attnlib.PagedKVCache.allocate(SPEC, 2, "cpu")
+        metadata = layer.make_builder().build(divided_batch([2], [2], [[1]], "cpu"))
+        query, key = torch.randn(2, 64), torch.randn(2, 32)
+        with torch.inference_mode():
+            output = torch.empty(2, 64)
+        with torch.no_grad(), pytest.raises(ContractError, match="memory of output was made"):
+            layer(query, key, key, cache, metadata, output=output)
+        assert not cache.key_cache.any()
+        layer(query, key, key, cache, metadata, output=torch.empty(2, 64))
+        assert cache.key_cache.any()
+    finally:
+        torch.distributed.destroy_process_group()

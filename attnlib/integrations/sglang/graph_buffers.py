@@ -78,7 +78,7 @@ class GraphBuffers:
         return self._fill_table(batch, req_to_token) in self._recorded
 
     def _fill_table(self, batch: Any, req_to_token: torch.Tensor) -> tuple[int, int]:
-        """Returns the requests, and the new tokens of each."""
+        """Copy pages. Returns the requests, and the new tokens of each."""
         new, _, longest = step_lengths(batch, self._context_len)
         assert isinstance(new, int)  # only decodes and verifications are captured
         pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
@@ -87,7 +87,7 @@ class GraphBuffers:
         return requests, new
 
     def _fill_tokens(self, batch: Any) -> tuple[int, int]:
-        """Returns the same."""
+        """Copy lengths and slots. Returns the same as `_fill_table`."""
         new, uncounted, _ = step_lengths(batch, self._context_len)
         assert isinstance(new, int)
         requests, tokens = len(batch.seq_lens), new * len(batch.seq_lens)
