@@ -47,6 +47,7 @@ LAYERS = {
     "c 32": GDN.replace(chunk_size=32, max_rollback=0),
     "mamba2": GDN.replace(update="add", qk_norm=False, value_size=64, has_skip=True),
     "large heads": GDN.replace(key_size=256, value_size=256),
+    "large values": GDN.replace(value_size=256),
 }
 COPIED = [kind for kind in TILES if kind.startswith("copied")]
 ERRORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
