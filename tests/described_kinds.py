@@ -3,7 +3,7 @@
     python -m tests.described_kinds
 
 The last line is a JSON object: GPU and kind of layer -> keys of its kernels. Under "noted" are
-those that the noted steps of the warm-up need.
+those that the noted steps of the warm-up need, and under "table" those of an open format.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from attnlib.ahead_of_time import DescribedLayer, DescribedServer
 from attnlib.ahead_of_time.described import run_described
 from attnlib.cache.layout import LAYOUTS
 from attnlib.device import resolve_device
+from attnlib.kv_formats import register_kv_format
 from attnlib.layer import warmup
 from attnlib.layer.warmup_steps import run_steps
 from attnlib.ops.triton.launch import notes
@@ -25,6 +26,7 @@ from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 from attnlib.workspace import BatchLimits
+from tests.kv_formats.device_formats import CUBES
 
 __all__ = ["KINDS", "LAYOUT_KINDS"]
 
@@ -95,6 +97,9 @@ def main() -> None:
             warmup.run_steps = run_noted
             found["noted"] = {kind: keys_of(server, layer, False) for kind, layer in layers.items()}
             warmup.run_steps = run_steps
+    # Its kernels have shared memory that Triton does not count, and for which they ask the driver.
+    layer = DescribedLayer(AttentionSpec(**BASE, kv_cache_dtype=register_kv_format(CUBES).name))
+    found["table"] = {"sm_80": keys_of(server, layer, False)}
     print(json.dumps(found))
 
 

@@ -77,6 +77,7 @@ def test_every_kind_of_layer_has_kernels() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     on_hopper = found["H100"]
     assert found["noted"] == on_hopper
+    assert len(found["table"]["sm_80"]) >= 4
     assert set(on_hopper) == set(KINDS) and all(len(keys) >= 2 for keys in on_hopper.values())
     assert len({tuple(on_hopper[kind]) for kind in LAYOUT_KINDS}) == 1
     for kind, keys in found["sm_80"].items():

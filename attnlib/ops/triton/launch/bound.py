@@ -162,11 +162,10 @@ class BoundLaunch:
             arguments: the runtime arguments in the kernel's order, tensors as tensors.
             aligned: whether every address that the kernel is specialized on is a multiple of 16.
         """
-        if self._direct is None and has_tables(self._constants.get("CONFIG")):
-            # Not where launches only compile.
-            if JITFunction.run is _JIT_RUN and not chips.INTERPRETED:
-                compiled = self._kernel.warmup(*arguments, grid=self._grid, **self._constants)
-                allow_shared_memory(compiled)
+        has_own = self._direct is None and has_tables(self._constants.get("CONFIG"))
+        if has_own and not chips.INTERPRETED:
+            compiled = self._kernel.warmup(*arguments, grid=self._grid, **self._constants)
+            allow_shared_memory(compiled)
         compiled = self._kernel[self._grid](*arguments, **self._constants)
         if aligned and self._direct is None:
             self._keep_driver_call(compiled, len(arguments))

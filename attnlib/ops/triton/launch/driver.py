@@ -137,14 +137,13 @@ def allow_shared_memory(compiled: Any) -> None:
     Raises:
         RuntimeError: the driver refuses.
     """
+    if not isinstance(compiled, triton.compiler.CompiledKernel):
+        return  # launches are only noted
     assert compiled.run is not None  # loads the kernel
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-    cuda, own, function = (
-        ctypes.CDLL("libcuda.so.1"),
-        ctypes.c_int(),
-        ctypes.c_void_p(compiled.function),
-    )
+    cuda, own = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    function = ctypes.c_void_p(compiled.function)
     failed = cuda.cuFuncGetAttribute(ctypes.byref(own), _SHARED_SIZE, function)
     failed = failed or cuda.cuFuncSetAttribute(function, _MOST_DYNAMIC, most - own.value)
     if failed:
