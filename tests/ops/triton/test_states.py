@@ -80,7 +80,7 @@ def test_served_requests(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"chunk_size": 32, "max_rollback": 0, "state_dtype": torch.bfloat16},
+        {"chunk_size": 32, "max_rollback": 0, "state_dtype": torch.bfloat16, "key_size": 72},
         {"key_size": 40, "value_size": 72, "num_heads": 2, "num_key_heads": 1},
         {"dtype": torch.bfloat16, "max_rollback": 7, "update": "add"},
         {"decay": "channel", "key_size": 48, "has_beta": False},

@@ -178,7 +178,8 @@ def state_config(
         tile.part,
         tile.parts,
         # A loop with stages, on NVIDIA's chips, loads the parts of the next chunk.
-        tile.parts > 4 and (tile.num_stages == 1 or recurrence.precision == "ieee"),
+        (tile.parts > 4 or (tile.parts * c > 64 and not prepared))
+        and (tile.num_stages == 1 or recurrence.precision == "ieee"),
         layout.value_size,
         tile.rows,
         tile.blocks,
