@@ -70,7 +70,7 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         return _prepare(layer, signature, call)
     if extra is not None:
         check_extra_values(layer.spec, call)
-    if call.output is not None:
+    if call.output is not None and not torch.is_inference_mode_enabled():
         check_writable(output=call.output)
     if cache is not None and extra is None:
         layer._memory.tensor_check = (), None  # it may have failed
@@ -208,7 +208,8 @@ def _check(
         if call.extra is not None:
             check_extra_values(spec, call)
     if call.output is not None:
-        check_writable(output=call.output)  # before keys are written
+        if call.output.is_inference() and not torch.is_inference_mode_enabled():
+            check_writable(output=call.output)  # before keys are written
         inputs = (query,) if cache is None else (query, cache.key_cache, cache.value_cache)
         own = call.output.untyped_storage()
         begin, end = own.data_ptr(), own.data_ptr() + own.nbytes()

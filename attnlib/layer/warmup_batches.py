@@ -72,6 +72,13 @@ def warmup_batches(
                 and decodes + 1 <= limits.max_num_reqs
             ):
                 found[(1,) * decodes + (query,)] = None
+    # Decodes that programs do not share evenly have splits, alone and beside a prefill, where fewer
+    # programs share them.
+    for query in _powers(threshold) if threshold < most else ():
+        decodes = min(limits.max_num_reqs - 1, (limits.max_num_tokens - threshold - 1) // query)
+        if decodes > 0:
+            found[(query,) * decodes] = None
+            found[(query,) * decodes + (threshold + 1,)] = None
     return list(found)
 
 

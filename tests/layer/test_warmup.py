@@ -40,9 +40,10 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
         (16, 2),
     } <= uniform
     mixed = [lengths for lengths in batches if len(set(lengths)) > 1]
-    assert {lengths.count(1) for lengths in mixed} == {1, 2, 3, 4, 5} and {
+    assert {lengths.count(1) for lengths in mixed} == {0, 1, 2, 3, 4, 5} and {
         max(lengths) for lengths in mixed
     } >= {9, 39}
+    assert (4,) * 5 in batches and (2, 2, 2, 2, 2, 9) in batches
     assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
 
 

@@ -206,7 +206,8 @@ class HopperDecode:
                 return None
             partials = (outputs, outputs + 4 * self.lse_offset, outputs + 4 * self.header_offset)
         lists = (None if self.packed else starts.data_ptr(), lens.data_ptr(), table.data_ptr())
-        counted = counters.data_ptr() if counters is not None and self._counts else None
+        combines = self.combine is not None or self.split_rows  # another kernel, without counters
+        counted = None if counters is None or combines else counters.data_ptr()
         return (*lists, *partials, counted, *(batch_score_values(score, True) if score else ()))
 
     def tensors(self, batch: BatchTensors) -> tuple[Any, ...]:
@@ -218,15 +219,10 @@ class HopperDecode:
             headers = space[self.header_offset :].view(torch.int32)
             partials = (space, space[self.lse_offset :], headers)
         starts = None if self.packed else batch.query_start_loc
-        counters = batch.counters if self._counts else None
+        counters = None if self.combine is not None or self.split_rows else batch.counters
         lists = (starts, batch.seq_lens, batch.block_table)
         scores = batch_score_values(batch.score_tensors, False)
         return (*lists, *partials, counters, *scores)
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the attention kernel combines splits, with counters."""
-        return self.combine is None and not self.split_rows
 
     def splits(self, batch: BatchTensors) -> SplitStates | None:
         """The splits of a batch, with a workspace, that has run; None if they are combined."""

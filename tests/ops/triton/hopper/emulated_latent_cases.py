@@ -114,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "128 heads, many requests, sinks": {
         "batch": "12q1s140_5q1s300_q0s9_q1s70", "heads": 128, "sinks": True, "ctas": 6,
+        "query_scale": 0.3,  # of 2304 rows some have more than 1.5 roundings with few large weights
     },
     "32 heads, 4 tokens, many requests": {"batch": "9q4s300_3q3s70", "heads": 32, "ctas": 4},
     "96 heads, 2 tokens, sinks": {"batch": "q2s200_q1s70", "heads": 96, "sinks": True, "ctas": 4},
