@@ -58,7 +58,7 @@ def leaves_splits(impl: Any) -> bool:
     return _has_current(impl.__class__) and impl.group.has_plan
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _has_current(cls: type[Any]) -> bool:
     name = "forward_uncombined"
     return hasattr(cls, name) and is_current(cls, name, "forward", "plan")
