@@ -70,8 +70,9 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         return _prepare(layer, signature, call)
     if extra is not None:
         check_extra_values(layer.spec, call)
-    if call.output is not None and not torch.is_inference_mode_enabled():
-        check_writable(output=call.output)
+    if call.output is not None and call.output.is_inference():
+        if not torch.is_inference_mode_enabled():
+            check_writable(output=call.output)
     if cache is not None and extra is None:
         layer._memory.tensor_check = (), None  # it may have failed
         remember(layer, signature, *known, call)

@@ -45,8 +45,9 @@ _WHOLE_BLOCKS = 16
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _16_BITS = ("bfloat16", "float16")
 _FEATURES = frozenset({"window", "soft cap", "sinks"})
-"""Features that the kernels of the measured layers have too. Layers with other features may use
-other kernels."""
+_HEAD_SIZES = range(64, 257, 8)
+"""Features and head sizes that the kernels of the measured layers have too. Layers with others may
+use other kernels."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -139,7 +140,13 @@ def _of_all_layers(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
     backends differ.
     """
     stored = layer["kv_cache_dtype"]
-    if layer["block_size"] < _WHOLE_BLOCKS or not _FEATURES.issuperset(layer["features"]):
+    block_size, sizes = layer["block_size"], (layer["head_size"], layer["head_size_v"])
+    if (
+        block_size < _WHOLE_BLOCKS
+        or block_size.bit_count() != 1  # the portable kernels serve such blocks
+        or any(size not in _HEAD_SIZES for size in sizes)
+        or not _FEATURES.issuperset(layer["features"])
+    ):
         return None
     queries: tuple[str, ...]
     if stored in _FLOAT8:
