@@ -4,8 +4,9 @@
 
 Started by `test_vllm_engine.py` with one release of vLLM on PYTHONPATH. A case has a `model` folder
 and `arguments` of `vllm.LLM`, and `times` repeats each prompt in itself. With `span`, tokens at
-these positions see each other, as those of an image; `from_tokens` leaves out shorter prompts. The
-result has the tokens (or embeddings) of each prompt, or `error`.
+these positions see each other, as those of an image; `from_tokens` leaves out shorter prompts.
+`first_alone` serves the first prompt also before all of them. The result has the tokens (or
+embeddings) of each prompt, or `error`.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             temperature=0, max_tokens=case.get("new_tokens", 24), ignore_eos=True,
             detokenize=False, logprobs=2 if case.get("leads") else None,
         )  # fmt: skip
+        if case.get("first_alone"):
+            llm.generate(given[:1], sampling, use_tqdm=False)
         for _ in range(case.get("repeat", 1)):
             outputs = llm.generate(given, sampling, use_tqdm=False)
         result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
