@@ -24,14 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import shlex
-import signal
-import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-TAIL_LINES = 14
-MIN_SECONDS = 10.0
-"""Steps that would have less time are not started."""
+from benchmarks.gpu.schedule import Job, run_jobs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -264,55 +256,6 @@ STEPS = (
 )
 
 
-def environment() -> dict[str, str]:
-    """The environment of the steps: attnlib is importable, FlashAttention 4 caches its kernels."""
-    found = dict(os.environ)
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH", ""), str(ROOT)]))
-    found.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    found["PYTHONUNBUFFERED"] = "1"
-    return found
-
-
-def run_step(
-    step: Step,
-    out: Path,
-    seconds: float,
-    commit: str | None = None,
-    device: str | None = None,
-    jobs: int = 1,
-) -> dict[str, Any]:
-    """Run one step for at most `seconds`; returns its state and the end of its output."""
-    began = time.monotonic()
-    text, arguments = out / f"{step.name}.txt", step.arguments(out, commit, jobs)
-    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-    with text.open("w") as sink:
-        sink.write(f"# python {shlex.join(arguments)}\n")
-        sink.flush()
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env={**environment(), "OUT": str(out), **chosen},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(timeout=max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = text.read_text(errors="replace").splitlines()
-    ended = f"stopped after {seconds:.0f} s" if code is None else f"failed, exit {code}"
-    return {
-        "step": step.name,
-        "command": f"python {shlex.join(arguments)}",
-        "state": "passed" if code == 0 else ended,
-        "seconds": round(time.monotonic() - began, 1),
-        "tail": lines[-TAIL_LINES:],
-    }
-
-
 def save(results: list[dict[str, Any]], out: Path, commit: str | None) -> None:
     from attnlib.bench.provenance import provenance
 
@@ -346,8 +289,8 @@ def main() -> int:
         help="time limit of the run; steps without time are not started",
     )
     parser.add_argument(
-        "--devices", nargs="+", metavar="GPU", default=[None],
-        help="GPUs that each run one step at a time (default: all steps see all GPUs)",
+        "--devices", nargs="+", metavar="GPU", default=[],
+        help="GPUs that each run one step at a time (default: one step, which sees all GPUs)",
     )  # fmt: skip
     parser.add_argument("--commit", help="commit of attnlib, for copies without history")
     parser.add_argument(
@@ -361,37 +304,30 @@ def main() -> int:
         return 0
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.limit_seconds
     group = {step.name for step in KERNELS} if "kernels" in options.only else set()
     steps = [step for step in STEPS if step.name in group or step.name in options.only]
-    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for device in options.devices:
-        free.put(device)
-
-    ended = {step.name: threading.Event() for step in steps}
-
-    def run(step: Step) -> dict[str, Any]:
-        if step.after in ended:
-            ended[step.after].wait()
-        device = free.get()
-        try:
-            left = end - time.monotonic()
-            if left < MIN_SECONDS:
-                return {"step": step.name, "state": "not run: no time", "seconds": 0.0}
-            seconds = min(left, options.step_seconds)
-            return run_step(step, out, seconds, options.commit, device, options.jobs)
-        finally:
-            free.put(device)
-            ended[step.name].set()
-
+    jobs = [
+        Job(
+            step.name,
+            1 if options.devices else None,
+            options.step_seconds,
+            [sys.executable, *step.arguments(out, options.commit, options.jobs)],
+            step.after,
+        )
+        for step in steps
+    ]
+    # FlashAttention 4 caches its kernels.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     results: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(len(options.devices)) as pool:
-        for done in as_completed([pool.submit(run, step) for step in steps]):
-            last = done.result()
-            results.append(last)
-            lines = [f"{last['step']}: {last['state']} ({last['seconds']:.0f} s)"]
-            print("\n    ".join([*lines, *last.get("tail", [])]), flush=True)
-            save(results, out, options.commit)
+
+    def ended(last: dict[str, Any]) -> None:
+        results.append(last)
+        lines = [f"{last['name']}: {last['state']} ({last['seconds']:.0f} s)"]
+        print("\n    ".join([*lines, *last.get("tail", [])]), flush=True)
+        save(results, out, options.commit)
+
+    seconds = options.limit_seconds
+    run_jobs(jobs, out, devices=options.devices, seconds=seconds, ended=ended)
     return 0 if all(result["state"] == "passed" for result in results) else 1
 
 
