@@ -17,7 +17,7 @@ row() { # SECONDS LOG COMMAND...
     echo "not run: ${*:3}"
     return
   fi
-  timeout "$((left < $1 ? left : $1))" "${@:3}" > "$out/$2" 2>&1 ||
+  timeout -s USR1 -k 3 "$((left < $1 ? left : $1))" "${@:3}" > "$out/$2" 2>&1 ||
     { echo "FAILED: ${*:3}"; tail -c 2000 "$out/$2"; }
   grep -as "^long" "$out/$2"
 }

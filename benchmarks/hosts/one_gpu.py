@@ -14,8 +14,8 @@ vLLM's monitor saw a new kernel of attnlib while it served has an error. Each ro
 Several calls, one for each GPU, may share --triton-cache. `int4` needs vLLM 0.33.
 
 Beside --out, NAME.jsonl has what rows have measured so far, and NAME.logs their output: a row that
-is stopped keeps its workloads. `token` rows compare tokens of tiny models instead of times
-(`vllm_gpu_cases.py`).
+is stopped keeps its workloads, and its error says where it was (`watch.py`). `token` rows compare
+tokens of tiny models instead of times (`vllm_gpu_cases.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import rows
+from benchmarks.hosts.watch import SIGNAL, where
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests" / "hosts"
@@ -42,6 +43,8 @@ PACKAGE = HERE.parents[1] / "attnlib"
 BACKENDS = {"attnlib": "CUSTOM", "flash": "FLASH_ATTN"}
 FREE = 0.91
 """Share of the GPU's memory that must be free before an engine starts."""
+_DUMP_SECONDS = 2.0
+"""In which a process writes the stacks of its threads."""
 WAIT = 30.0
 """Seconds until then, at most: a process that was killed holds its memory for a while."""
 
@@ -71,6 +74,7 @@ class Engine:
 
 _PLAIN = "--workloads short one serve"
 _ALL = f"{_PLAIN} long deep --memory 0.8"
+_DEEPSEEK = f"{_PLAIN} --shape deepseek --block-size 64"
 _DRAFTS = "--workloads one short --n-grams 4"
 ENGINES: dict[str, Engine] = {
     **{
@@ -80,11 +84,9 @@ ENGINES: dict[str, Engine] = {
     "start-shipped/attnlib": Engine("--workloads", keeps_cache=False),
     **{f"bfloat16/{name}": Engine(_ALL, 200) for name in BACKENDS},
     **{f"fp8/{name}": Engine(f"{_ALL} --kv-cache-dtype fp8", 200) for name in BACKENDS},
-    **{f"gemma3/{name}": Engine(f"{_PLAIN} --shape gemma3") for name in BACKENDS},
-    "deepseek/attnlib": Engine(f"{_PLAIN} --shape deepseek --block-size 64"),
-    "deepseek/flash": Engine(
-        f"{_PLAIN} --shape deepseek --block-size 64", backend="FLASH_ATTN_MLA"
-    ),
+    **{f"gemma3/{name}": Engine(f"{_PLAIN} --shape gemma3", 200) for name in BACKENDS},
+    "deepseek/attnlib": Engine(_DEEPSEEK, 200),
+    "deepseek/flash": Engine(_DEEPSEEK, 200, backend="FLASH_ATTN_MLA"),
     **{f"n-grams/{name}": Engine(_DRAFTS) for name in BACKENDS},
     **{f"start-full/{name}": Engine("--workloads") for name in BACKENDS},
     **{f"start-n-grams/{name}": Engine("--workloads --n-grams 4") for name in BACKENDS},
@@ -180,6 +182,7 @@ class Run:
         """
         left = max(1.0, min(end, self._end) - time.monotonic())
         log = self._logs / f"{row.replace('/', '-')}.log"
+        print(f"{row}: at most {left:.0f} s, output in {log}", file=sys.stderr, flush=True)
         variables = {
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "TEST_VLLM_CPU": "0", "PYTHONUNBUFFERED": "1",
             "TRITON_CACHE_DIR": str(self._cache(row)),
@@ -193,9 +196,11 @@ class Run:
             try:
                 code = process.wait(left)
             except subprocess.TimeoutExpired:
+                os.kill(process.pid, SIGNAL)
+                time.sleep(_DUMP_SECONDS)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return f"stopped after {left:.0f} s: {_end_of(log)}"
+                return f"stopped after {left:.0f} s: {where(_lines(log)) or _end_of(log)}"
         return "" if code == 0 else f"exit {code}: {_end_of(log)}"
 
 

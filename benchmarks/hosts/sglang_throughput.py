@@ -25,22 +25,24 @@ from typing import Any
 from sglang_fa3 import LIBRARY
 from sglang_plugins import enable
 from shapes import SHAPES
-from vllm_throughput import CAPTURED, lengths, prompts, turn
+from turns import turn
+from vllm_throughput import CAPTURED, lengths, prompts
+from watch import Watch
 
 WARM_UP = 4
 """New tokens of the call before each workload."""
 
 
 class Engine:
-    """SGLang with one attention backend."""
+    """SGLang with one attention backend. Arguments as of vLLM's."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, watch: Watch) -> None:
         import sglang
 
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(SHAPES["llama"]))
-        self._turns = arguments.turns
-        with turn(self._turns, fcntl.LOCK_SH):
+        self._turns, self._watch = arguments.turns, watch
+        with turn(self._turns, watch, fcntl.LOCK_SH), watch.part("start"):
             start = time.perf_counter()
             self._engine = sglang.Engine(
                 model_path=str(folder), load_format="dummy", skip_tokenizer_init=True,
@@ -58,7 +60,8 @@ class Engine:
         """Tokens of each prompt, and seconds."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         ids = [prompt["prompt_token_ids"] for prompt in given]
-        with turn(self._turns):
+        name = f"call of {len(given)} prompts for {new_tokens} new tokens"
+        with turn(self._turns, self._watch), self._watch.part(name):
             start = time.perf_counter()
             outputs = self._engine.generate(input_ids=ids, sampling_params=sampling)
             return [row["output_ids"] for row in outputs], time.perf_counter() - start
@@ -115,7 +118,8 @@ def main() -> None:
     import sglang
     import torch
 
-    engine = Engine(arguments)
+    watch = Watch()
+    engine = Engine(arguments, watch)
     common = {
         "backend": arguments.backend, "page_size": arguments.page_size,
         "mode": "eager" if arguments.eager else "graphs", "kv": arguments.kv_cache_dtype,
@@ -124,7 +128,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(), "engine_start_s": round(engine.start_s, 1),
     }  # fmt: skip
     for name in arguments.workloads:
-        result = measure(engine, name, arguments.repetitions)
+        with watch.part(name):
+            result = measure(engine, name, arguments.repetitions)
         with arguments.out.open("a") as file:
             file.write(json.dumps({"workload": name, **common, **result}) + "\n")
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}

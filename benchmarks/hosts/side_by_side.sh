@@ -7,7 +7,7 @@ out=$1 here=$(dirname "$0")
 export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/machine.txt"
 run() { # GPU BACKEND MODE KV REPETITIONS WORKLOADS...
-  CUDA_VISIBLE_DEVICES=$1 timeout 150 python "$here/vllm_throughput.py" --backend "$2" --mode "$3" \
+  CUDA_VISIBLE_DEVICES=$1 timeout -s USR1 -k 3 150 python "$here/vllm_throughput.py" --backend "$2" --mode "$3" \
     --kv-cache-dtype "$4" --repetitions "$5" --workloads "${@:6}" --out "$out/results.jsonl" \
     > "$out/$1.log" 2>&1 || { echo "FAILED: $*"; tail -c 1500 "$out/$1.log"; }
   grep -a "$2 $3 $4" "$out/$1.log"

@@ -19,6 +19,7 @@ complete decode in the steps that prefill the others.
 others, which only decode, with the number and the time of the slowest. `late` lists the kernels
 that vLLM's monitor saw compiled, or found on disk, while the engine served; `engine_start_s` does
 not include `import_s`, the import of vLLM. --start-parts writes where a start spends its time.
+The output names each part of the run (`watch.py`), and where one stalls.
 
 Engines that run at once with one file as --turns make one call at a time, in turn, so that what
 else happens to the machine happens to all, and no call while one of them starts; --cache-gib keeps
@@ -28,7 +29,6 @@ them from measuring its memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import json
 import logging
@@ -38,13 +38,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES
 from start_parts import StartParts
+from turns import turn
+from watch import Watch
 
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -86,17 +87,6 @@ def prompts(name: str, repetition: int) -> list[dict[str, list[int]]]:
     ]
 
 
-@contextlib.contextmanager
-def turn(turns: Path | None, lock: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """While no other engine has its turn; engines that start share one."""
-    if turns is None:
-        yield
-        return
-    with turns.open("a") as file:
-        fcntl.flock(file, lock)
-        yield
-
-
 class Lines(logging.Handler):
     """Lines of a logger.
 
@@ -119,11 +109,18 @@ class Lines(logging.Handler):
 
 
 class Engine:
-    """vLLM with one attention backend."""
+    """vLLM with one attention backend.
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    Args:
+        arguments: of `command_line`.
+        watch: is told what the engine does.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, watch: Watch) -> None:
+        self._watch = watch
         start = time.perf_counter()
-        from vllm import LLM, SamplingParams
+        with watch.part("import"):
+            from vllm import LLM, SamplingParams
 
         self.import_s = time.perf_counter() - start
         folder = Path(tempfile.mkdtemp())
@@ -149,7 +146,7 @@ class Engine:
         if arguments.joined_write:
             _join_writes()
         self._turns = arguments.turns
-        with turn(self._turns, fcntl.LOCK_SH):
+        with turn(self._turns, watch, fcntl.LOCK_SH), watch.part("start"):
             parts = StartParts() if arguments.start_parts else None
             start = time.perf_counter()
             self._llm = LLM(
@@ -186,11 +183,16 @@ class Engine:
         sampling = self._sampling(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
         )
-        with turn(self._turns):
-            start = time.perf_counter()
-            self._ends[:] = [start]
+        name = f"call of {len(given)} prompts for {new_tokens} new tokens"
+        self._ends.clear()
+        with turn(self._turns, self._watch), self._watch.part(name, self._state):
+            self._ends.append(start := time.perf_counter())
             outputs = self._llm.generate(given, sampling, use_tqdm=False)
             return outputs, time.perf_counter() - start
+
+    def _state(self) -> str:
+        unfinished = self._llm.llm_engine.get_num_unfinished_requests()
+        return f"{max(0, len(self._ends) - 1)} steps, {unfinished} requests unfinished"
 
     def cache_tokens(self) -> int:
         """Tokens that the cache holds."""
@@ -354,7 +356,8 @@ def main() -> None:
     import torch
     import vllm
 
-    engine = Engine(arguments)
+    watch = Watch()
+    engine = Engine(arguments, watch)
     print(f"engine up after {engine.start_s:.1f} s", flush=True)
     common = {
         "backend": arguments.backend, "mode": arguments.mode, "kv": arguments.kv_cache_dtype,
@@ -370,7 +373,8 @@ def main() -> None:
         with arguments.out.open("a") as file:
             file.write(json.dumps({"workload": None, **common}) + "\n")
     for name in arguments.workloads:
-        result = measure(engine, name, arguments.repetitions)
+        with watch.part(name):
+            result = measure(engine, name, arguments.repetitions)
         if arguments.n_grams:
             result.update(engine.drafts())
         with arguments.out.open("a") as file:
@@ -380,7 +384,9 @@ def main() -> None:
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
         if arguments.profile:
             with arguments.profile.open("a") as file:
-                file.write(json.dumps({"workload": name, **common, **profile(engine, name)}) + "\n")
+                with watch.part(f"profile of {name}"):
+                    row = {"workload": name, **common, **profile(engine, name)}
+                file.write(json.dumps(row) + "\n")
     os._exit(0)
 
 

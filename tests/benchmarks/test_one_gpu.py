@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,15 @@ cache.mkdir(parents=True, exist_ok=True)
 with open(given[-1], "a") as file:
     file.write(json.dumps(row) + "\\n")
 if "fp8" in given:
-    time.sleep(600)
+    sys.path.insert(0, WATCH)
+    from watch import Watch
+
+    def stall():
+        time.sleep(600)
+
+    with Watch().part("deep"):
+        with Watch(interval=0.1).part("call of 32 prompts", lambda: "7 steps"):
+            stall()
 sys.exit("a kernel was compiled" if "gemma3" in given else 0)
 """
 
@@ -36,7 +45,8 @@ sys.exit("a kernel was compiled" if "gemma3" in given else 0)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
-    (scripts / "vllm_throughput.py").write_text(_SCRIPT)
+    watch = f"WATCH = {str(one_gpu.HERE)!r}"
+    (scripts / "vllm_throughput.py").write_text(watch + _SCRIPT)
     monkeypatch.setattr(one_gpu, "HERE", scripts)
     monkeypatch.setattr(one_gpu, "wait_for_memory", lambda: None)
 
@@ -78,7 +88,9 @@ def test_rows_that_fail_or_take_too_long_keep_their_workloads(run: Any, tmp_path
     status, found = run("gemma3/attnlib", "fp8/flash", "bfloat16/flash", limit=3)
     assert status == 1 and time.monotonic() - began < 30
     assert found["gemma3/attnlib"]["error"] == "exit 1: a kernel was compiled"
-    assert found["fp8/flash"]["error"].startswith("stopped after ")
+    part = r"stopped after 3 s: call of 32 prompts, \d s 7 steps"
+    frames = r"scripts/vllm_throughput.py:\d+ stall < scripts/vllm_throughput.py:\d+ <module>"
+    assert re.fullmatch(rf"{part} \| in {frames}", found["fp8/flash"]["error"])
     assert found["bfloat16/flash"] == {"error": "not run: no time"}
     for row in ("gemma3/attnlib", "fp8/flash"):
         assert len(found[row]["workloads"]) == 1
