@@ -12,9 +12,9 @@ layers that differ from it
 - in the kind of float8 elements as well: an e5m2 cache has as many bytes as an e4m3 cache, and the
   same kernels read it.
 
-Other layers over float8 caches, or over caches of 16-bit floats, take the order of those that were
-measured on a chip, if one backend was the fastest in each class of them. Each of these rules
-precedes the next one on every chip.
+Other layers over float8 caches, or over caches of 16-bit floats, that the Hopper kernels serve take
+the order of those that were measured on a chip, if one backend was the fastest in each class of
+them. Each of these rules precedes the next one on every chip.
 `benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench` and `attnlib tune`.
 """
 
@@ -29,8 +29,11 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnlib import env
 from attnlib.device import DeviceInfo
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, decode_rows
 from attnlib.spec import LayerSpec
 from attnlib.tuning.layers import layer_class
 from attnlib.tuning.store import chip_name
@@ -45,9 +48,8 @@ _WHOLE_BLOCKS = 16
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _16_BITS = ("bfloat16", "float16")
 _FEATURES = frozenset({"window", "soft cap", "sinks"})
-_HEAD_SIZES = range(64, 257, 8)
-"""Features and head sizes that the kernels of the measured layers have too. Layers with others may
-use other kernels."""
+"""Features that the kernels of the measured layers have too. Layers with others may use other
+kernels."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -134,26 +136,32 @@ def _of_other_float8(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
     return None
 
 
+def _has_hopper_kernels(layer: Mapping[str, Any]) -> bool:
+    """Whether the Hopper kernels serve such layers, as they serve all measured ones; otherwise the
+    portable kernels do. (Those over smaller blocks differ from the measured ones, too.)"""
+    stored, sizes = layer["kv_cache_dtype"], (layer["head_size"], layer["head_size_v"])
+    multiple = 16 if stored in _FLOAT8 else 8
+    return (
+        layer["block_size"] in BLOCK_SIZES
+        and all(64 <= size <= 256 and size % multiple == 0 for size in sizes)
+        and layer["group_size"] <= decode_rows(layer["head_size_v"], getattr(torch, stored))
+    )
+
+
 def _of_all_layers(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
     """The order of all measured layers of a chip over float8 caches with the same dtype of queries,
     or over caches of 16-bit floats, with their number in `Ranking.classes`; None if their fastest
     backends differ.
     """
     stored = layer["kv_cache_dtype"]
-    block_size, sizes = layer["block_size"], (layer["head_size"], layer["head_size_v"])
-    if (
-        block_size < _WHOLE_BLOCKS
-        or block_size.bit_count() != 1  # the portable kernels serve such blocks
-        or any(size not in _HEAD_SIZES for size in sizes)
-        or not _FEATURES.issuperset(layer["features"])
-    ):
-        return None
     queries: tuple[str, ...]
     if stored in _FLOAT8:
         queries, caches = (layer["dtype"],), _FLOAT8
     elif stored in _16_BITS and stored == layer["dtype"]:
         queries = caches = _16_BITS
     else:
+        return None
+    if not _FEATURES.issuperset(layer["features"]) or not _has_hopper_kernels(layer):
         return None
     found = [
         ranking

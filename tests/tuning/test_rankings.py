@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,14 @@ import torch
 import attnlib
 from attnlib import tuning
 from attnlib.backends.builtin import BUILTIN_BACKENDS
+from attnlib.backends.triton.spec_shape import layer_shape
 from attnlib.bench.results import Row, case_of_row, read_document
 from attnlib.device import DeviceInfo
+from attnlib.ops.triton.hopper.common_reasons import CallFeatures
+from attnlib.ops.triton.hopper.support import (
+    decode_unsupported_reasons,
+    prefill_unsupported_reasons,
+)
 from attnlib.selection.decision import auto_order
 from attnlib.selection.registry import registrations
 from attnlib.selection.selector import measured_ranking
@@ -204,6 +212,29 @@ def test_other_layers_use_the_order_of_all_measured_ones(changes: dict[str, Any]
         assert "the NVIDIA H200, the nearest chip with such an order" in str(
             other.message("triton")
         )
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_the_order_of_all_measured_ones_is_that_of_layers_with_hopper_kernels(cache: str) -> None:
+    """The portable kernels serve others: blocks of 512, 96 query heads, float8 heads of 72."""
+    chip, found = SimpleNamespace(capability=(9, 0), num_sms=132), set()
+    for size, group, block_size in itertools.product(
+        (56, 64, 72, 96, 128, 136, 160, 256, 264), (1, 12, 24, 48, 96), (8, 16, 24, 256, 512)
+    ):
+        spec = LLAMA.replace(
+            num_heads=group, num_kv_heads=1, head_size=size, head_size_v=size,
+            block_size=block_size, kv_cache_dtype=cache,
+        )  # fmt: skip
+        ranking = measured_ranking(spec, H200)
+        shape, usual = layer_shape(spec), CallFeatures()
+        served = not (
+            prefill_unsupported_reasons(shape, usual, chip)
+            or decode_unsupported_reasons(shape, usual, chip)
+        )
+        taken = ranking is not None and ranking.classes > 0
+        assert not taken or served, (spec, ranking)
+        found.add((taken, served))
+    assert {(True, True), (False, False)} <= found
 
 
 def test_float8_layers_without_a_common_fastest_backend_have_no_ranking(
