@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.kv_formats.number_table import Number, numbers_of
 from attnlib.score_functions.checks import CheckedKind, check_function
+from attnlib.score_functions.float32_numbers import float32_numbers
 
 if TYPE_CHECKING:
     from attnlib.kv_formats.declaration import KVFormat
@@ -113,6 +115,7 @@ def _check_conversions(stored: KVFormat) -> None:
         raise _refuse(stored, "scale_dtype", advice)
     if callable(stored.number):
         check_function(stored.number, ("word", "part"), _DEVICE_FUNCTION)
+        _check_words(stored, stored.number)
         return
     is_table = isinstance(stored.number, tuple) and len(stored.number) == 16
     if stored.bits != 4 or not is_table or not all(map(_is_finite, stored.number)):
@@ -121,6 +124,21 @@ def _check_conversions(stored: KVFormat) -> None:
             "for 4 bits: give one of them",
             rule="P16",
         )
+
+
+def _check_words(stored: KVFormat, number: Number) -> None:
+    """Call the device function: kernels compute many words at a time."""
+    words = torch.arange(3, dtype=torch.int32, device="cpu")
+    try:
+        with float32_numbers():
+            for part in range(16 // stored.bits):
+                numbers_of(number, words, part)
+    except Exception as error:  # whatever a package raises
+        raise ContractError(
+            f"number of KV format {stored.name!r} raises {type(error).__name__} for a tensor of "
+            f"words ({error}): write it in the operators of score functions, such as where",
+            rule="P16",
+        ) from error
 
 
 def _is_finite(x: object) -> bool:

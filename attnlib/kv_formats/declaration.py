@@ -132,7 +132,8 @@ class KVFormat:
         scales `[..., num_scales(D)]`.
 
         Raises:
-            ContractError: `encode` returns other dtypes or shapes than the format declares.
+            ContractError: `encode` returns other dtypes or shapes than the format declares, or
+                tensors of another device.
         """
         assert self.encode is not None and self.scale_dtype is not None  # no plain format
         outer, size = values.shape[:-1], values.shape[-1]
@@ -142,10 +143,11 @@ class KVFormat:
             elements, scales = (values.new_empty(0, inner, dtype=dtype) for dtype, inner in wanted)
             return elements.view(*outer, wanted[0][1]), scales.view(*outer, wanted[1][1])
         found = self.encode(values.float().reshape(-1, size))
-        if _forms(found) != [(dtype, (rows, inner)) for dtype, inner in wanted]:
+        declared = [(dtype, (rows, inner), str(values.device)) for dtype, inner in wanted]
+        if _forms(found) != declared:
             raise ContractError(
                 f"encode of {self.name} returns {_forms(found)} for {rows} heads of {size}; its "
-                f"fields declare {[(dtype, (rows, inner)) for dtype, inner in wanted]}",
+                f"fields declare {declared}",
                 rule="P16",
             )
         elements, scales = found
@@ -156,7 +158,8 @@ class KVFormat:
         `[..., D]`.
 
         Raises:
-            ContractError: `decode` returns another dtype or shape than `[n, D]` float32.
+            ContractError: `decode` returns another dtype or shape than `[n, D]` float32, or a
+                tensor of another device.
         """
         assert self.decode is not None  # no plain format
         outer, size = elements.shape[:-1], self.head_size(elements.shape[-1])
@@ -164,10 +167,10 @@ class KVFormat:
             return elements.new_empty((*outer, size), dtype=torch.float32)
         inputs = (x.reshape(-1, x.shape[-1]) for x in (elements, scales))
         found = self.decode(*inputs)
-        if _forms((found,)) != [(torch.float32, (math.prod(outer), size))]:
+        wanted = (torch.float32, (math.prod(outer), size), str(elements.device))
+        if _forms((found,)) != [wanted]:
             raise ContractError(
-                f"decode of {self.name} returns {_forms((found,))}; it must return float32 "
-                f"{(math.prod(outer), size)}",
+                f"decode of {self.name} returns {_forms((found,))}; it must return {[wanted]}",
                 rule="P16",
             )
         return found.reshape(*outer, size)
@@ -180,7 +183,10 @@ def plain_format(dtype: torch.dtype) -> KVFormat:
     return KVFormat(name=name, dtype=dtype, bits=8 * dtype.itemsize)
 
 
-def _forms(found: Any) -> list[tuple[Any, Any]]:
-    """Dtypes and shapes of what a function returned."""
+def _forms(found: Any) -> list[tuple[Any, Any, str]]:
+    """Dtypes, shapes and devices of what a function returned."""
     items = found if isinstance(found, tuple | list) else (found,)
-    return [(getattr(x, "dtype", type(x)), tuple(getattr(x, "shape", ()))) for x in items]
+    return [
+        (x.dtype, tuple(x.shape), str(x.device)) if isinstance(x, Tensor) else (type(x), (), "")
+        for x in items
+    ]

@@ -104,7 +104,7 @@ def load_kv_format(text: str) -> KVFormat:
 
     Raises:
         ContractError: neither a name nor the path of a `KVFormat`, or it cannot be imported.
-        RegistrationError: another format has its name.
+        RegistrationError: another format has its name, or it is a name of the library.
     """
     try:
         return find_kv_format(text)
@@ -121,7 +121,7 @@ def load_kv_format(text: str) -> KVFormat:
             ) from error
     if not isinstance(found, KVFormat):
         raise ContractError(f"{text} is {found!r}: give the path of a KVFormat", rule="P16")
-    return register_kv_format(found) if found.is_open else found
+    return register_kv_format(found)
 
 
 def installed_kv_formats() -> list[KVFormat]:

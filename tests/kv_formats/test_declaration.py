@@ -70,8 +70,17 @@ def test_what_the_functions_return_is_checked(rotated4: KVFormat) -> None:
     with pytest.raises(ContractError, match=r"encode of example:rotated4 returns \[.*\(6, 8\)"):
         alone.store(x)
     double = replace(rotated4, decode=lambda codes, scale: decode(codes, scale).double())
-    with pytest.raises(ContractError, match=r"it must return float32 \(6, 16\)"):
+    with pytest.raises(ContractError, match=r"must return \[\(torch.float32, \(6, 16\), 'cpu'\)"):
         double.load(elements, scales)
+    elsewhere = replace(
+        rotated4,
+        encode=lambda x: tuple(part.to("meta") for part in encode(x)),
+        decode=lambda codes, scale: decode(codes, scale).to("meta"),
+    )
+    with pytest.raises(ContractError, match=r"returns \[.*'meta'.* fields declare .*'cpu'"):
+        elsewhere.store(x)
+    with pytest.raises(ContractError, match=r"returns \[.*'meta'.* must return .*'cpu'"):
+        elsewhere.load(elements, scales)
 
 
 def test_formats_are_pickled_by_name_and_version(rotated4: KVFormat) -> None:

@@ -175,6 +175,18 @@ def from_a_list(word: Any, part: int) -> Any:
     return TABLE[word & part]
 
 
+def with_a_branch(word: Any, part: int) -> Any:
+    """A condition that differs from word to word."""
+    if word > 3:
+        return word * 1.0
+    return word * 2.0
+
+
+def no_number(word: Any, part: int) -> Any:
+    """Returns what is no number."""
+    return "word"
+
+
 def _closure() -> Any:
     level = 3.0
     return lambda word, part: level
@@ -195,6 +207,9 @@ def test_what_has_no_device_function(rotated4: KVFormat) -> None:
         replace(rotated4, groups_per_head=0, elements_per_group=32, head_size_multiple=32)
     with pytest.raises(ContractError, match="TABLE, a list; a device function may .* 16 numbers"):
         replace(SQUARES, number=from_a_list)
+    for function, error in ((with_a_branch, "RuntimeError"), (no_number, "TypeError")):
+        with pytest.raises(ContractError, match=f"number of KV format 'tests:.*raises {error}"):
+            replace(SQUARES, number=function)
     with pytest.raises(ContractError, match="it must take 2: .word, part."):
         replace(SQUARES, number=where)
     plain = register_kv_format(replace(rotated4, name="example:reference", number=None))

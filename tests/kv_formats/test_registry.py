@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from attnlib.kv_formats import (
     KVFormat,
     find_kv_format,
     installed_kv_formats,
+    load_kv_format,
     register_kv_format,
     registry,
     unregister_kv_format,
@@ -41,6 +43,16 @@ def test_what_cannot_be_registered(rotated4: KVFormat) -> None:
         with pytest.raises(RegistrationError, match="no open KV format"):
             unregister_kv_format(name)
     assert find_kv_format("nvfp4") is PAGE_FORMATS["nvfp4"]
+
+
+def test_no_path_replaces_a_format_of_the_library(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from attnlib.kv_formats import PAGE_FORMATS\n"
+        "import dataclasses\n"
+        "OWN = dataclasses.replace(PAGE_FORMATS['nvfp4'], error=0.5)\n"
+    )
+    with pytest.raises(RegistrationError, match="'nvfp4' needs a name of the form package:name"):
+        load_kv_format(f"{tmp_path / 'own.py'}:OWN")
 
 
 def test_an_unknown_name_lists_the_known_ones(rotated4: KVFormat) -> None:
