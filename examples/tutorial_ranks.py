@@ -44,10 +44,11 @@ class Ranks(NamedTuple):
     def of(cls, context: int) -> Ranks:
         """Consecutive ranks share keys, `context` of them."""
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        if world_size % context:
+        if context < 1 or world_size % context:
+            known = [str(each) for each in range(1, world_size + 1) if not world_size % each]
             raise ValueError(
-                f"--context {context} must divide the {world_size} processes: choose another one, "
-                "or another --nproc-per-node"
+                f"--context {context} must divide the {world_size} processes: choose "
+                f"{' or '.join(known)}, or another --nproc-per-node"
             )
         num_shards = world_size // context
         groups = [
@@ -170,7 +171,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     model, encode, _ = load(random=arguments.random)
-    ranks = Ranks.of(arguments.context or dist.get_world_size())
+    ranks = Ranks.of(dist.get_world_size() if arguments.context is None else arguments.context)
     engine, requests = RankEngine(model, ranks), make_requests(encode)
     engine.serve(requests)
     equal = all(request.generated == dense_reference(model, request) for request in requests)

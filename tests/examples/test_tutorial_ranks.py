@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from attnlib.parallel import RankGroup
 from examples import divided_layers, tutorial_ranks
@@ -64,6 +65,17 @@ def test_sizes_that_cannot_be_divided(world_size: int, context: int, action: str
     ranks = Ranks(world_size, 0, SimpleNamespace(world_size=context), 0, 1)
     with pytest.raises(ValueError, match=f"{context} of which share keys: .*{action}"):
         rank_model(random_decoder(), ranks)
+
+
+@pytest.mark.parametrize("context", [-1, 0, 3, 8])
+def test_ranks_that_do_not_divide_the_processes(
+    context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any group is made, for which the other ranks would wait."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(ValueError, match=f"--context {context} .*: choose 1 or 2 or 4, or another"):
+        Ranks.of(context)
 
 
 COMMANDS = [
