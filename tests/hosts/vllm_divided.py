@@ -17,15 +17,16 @@ from unittest import mock
 import torch
 import vllm_adapter
 import vllm_latent_adapter
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.vllm import context_parallel
 from attnlib.integrations.vllm.impl import AttnlibImpl
 from attnlib.integrations.vllm.mla_impl import AttnlibMLAImpl
 from attnlib.parallel import Interleaved, RankGroup, local_slots, token_positions
 from tests.parallel.workers import run_ranks
 
-RANKS, LIMIT, BLOCK = 2, 5e-6, 16
+RANKS, LIMIT, BLOCK, RUN = 2, 5e-6, 16, 4
 STEPS = [([40, 9], [40, 9]), ([1, 1], [41, 10]), ([1, 20], [42, 30]), ([4, 4], [46, 34])]
 DENSE: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -35,6 +36,14 @@ DENSE: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.linspace(-1, 1, vllm_adapter.HEADS)},
     "alibi": {"alibi_slopes": [0.1, 0.2, 0.3, 0.4]},
     "soft cap": {"logits_soft_cap": 2.0},
+    "window, sinks, fp8": {
+        "kv_cache_dtype": "fp8", "sliding_window": 7, "logits_soft_cap": 2.0,
+        "sinks": torch.linspace(-1, 1, vllm_adapter.HEADS),
+    },
+}  # fmt: skip
+REFUSED: dict[str, dict[str, Any]] = {
+    "layers that share a cache": {"kv_sharing_target_layer_name": "layer"},
+    "pages with scales": {"kv_cache_dtype": "int8_per_token_head"},
 }
 LATENT: dict[str, dict[str, Any]] = {"latents": {}, "latents in fp8": {"kv_cache_dtype": "fp8"}}
 
@@ -146,15 +155,37 @@ def latent(arguments: dict[str, Any], group: RankGroup) -> str:
     return ""
 
 
+def refused(reason: str, group: RankGroup) -> str:
+    """What the adapter cannot divide names decode context parallelism and the reason."""
+    try:
+        make(AttnlibImpl, group, vllm_adapter, **REFUSED[reason])
+    except UnsupportedConfigError as error:
+        text = str(error)
+        return "" if "decode context parallelism" in text and reason in text else text
+    return "was not refused"
+
+
 def configured(case: Callable[[RankGroup], str], group: RankGroup) -> str:
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         torch.set_default_dtype(torch.float32)
         return case(group)
 
 
+def in_runs(case: Callable[[RankGroup], str], group: RankGroup) -> str:
+    """Under `cp_kv_cache_interleave_size`: ranks have runs of positions in turn."""
+    config = get_current_vllm_config().parallel_config
+    with (
+        mock.patch.object(config, "cp_kv_cache_interleave_size", RUN),
+        mock.patch(f"{__name__}.Interleaved", partial(Interleaved, run=RUN)),
+    ):
+        return case(group)
+
+
 CASES: dict[str, Any] = {
     **{name: partial(configured, partial(dense, given)) for name, given in DENSE.items()},
     **{name: partial(configured, partial(latent, given)) for name, given in LATENT.items()},
+    "runs of positions": partial(configured, partial(in_runs, partial(dense, DENSE["window"]))),
+    **{f"refused: {name}": partial(configured, partial(refused, name)) for name in REFUSED},
 }
 
 if __name__ == "__main__":

@@ -63,9 +63,14 @@ def divided_layer(spec: AttentionSpec, **arguments: Any) -> ParallelAttention:
     """
     config, group = get_current_vllm_config().parallel_config, rank_group()
     if spec.kv_sharing:
-        raise UnsupportedConfigError("decode context parallelism: layers that share a cache")
+        raise UnsupportedConfigError(
+            "decode context parallelism: layers that share a cache are not supported"
+        )
     if spec.scales_in_page:
-        raise UnsupportedConfigError("decode context parallelism: pages with scales, never tested")
+        raise UnsupportedConfigError(
+            f"decode context parallelism: kv_cache_dtype={spec.kv_cache_dtype}: pages with scales "
+            "are not supported; choose auto or fp8"
+        )
     method = "all_to_all" if config.dcp_comm_backend == "a2a" else None
     division = Interleaved(group.world_size, config.cp_kv_cache_interleave_size)
     try:
