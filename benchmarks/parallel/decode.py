@@ -95,25 +95,33 @@ def decode(
     """
     spec, world = ranks.spec, ranks.group.world_size
     query = ranks.random(requests, spec.num_heads, spec.head_size)
-    one = max(_one_gpu(ranks, requests, length, query))
+    one = max(
+        ranks.once(("decode", requests, length), partial(_one_gpu, ranks, requests, length, query))
+    )
     divided = Divided(ranks, requests, length, query, exchange)
     attention, whole = ranks.in_graph(divided.attention()), ranks.in_graph(divided.whole())
     received = exchange_bytes(ranks.rank_spec, world, requests)
-    bound = max(attention)
+    at_rate = 0.0
     if rate:
-        bound += received["queries"] / rate["all_gather"]
-        bound += received["all_to_all"] / rate["all_to_all"]
+        at_rate = received["queries"] / rate["all_gather"]
+        at_rate += received["all_to_all"] / rate["all_to_all"]
+    bound = max(attention) + at_rate
     single = [max(ranks.in_graph(each[:1], 1)) for each in (divided.attention(), divided.whole())]
     parts = {name: ranks.in_graph([call]) for name, call in divided.parts().items()}
     kernels = _kernels(ranks, divided.whole()[0]) if ranks.options.profile else []
     return {
+        "gpus": world,
         "exchange": divided.layer.exchange.method.value,
         "requests": requests,
         "length": length,
         "one_gpu": one,
         "divided": max(whole),
+        "attention": max(attention),
+        "exchange_at_rate": round(at_rate, 1),
         "bound": round(bound, 1),
         "share_of_bound": round(bound / max(whole), 3),
+        "measured_exchange": max(parts["exchange"]),
+        "share_of_parts": round((max(attention) + max(parts["exchange"])) / max(whole), 3),
         "speedup": round(one / max(whole), 2),
         "single_calls": dict(zip(("attention", "divided"), single, strict=True)),
         "received_bytes": received,

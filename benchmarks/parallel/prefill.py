@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ def prefill(ranks: Ranks, new: int, context: int) -> dict[str, Any]:
     metadata = whole.backend.make_builder(spec, ranks.device).build(0, common)
     sizes = [(spec.num_heads, spec.head_size), *[(spec.num_kv_heads, spec.head_size)] * 2]
     inputs = [ranks.random(new, *size) for size in sizes]
-    found: dict[str, Any] = {"new": new, "context": context}
-    found["one_gpu"] = ranks.slowest(lambda: whole(*inputs, cache, metadata))
-    division = Interleaved(ranks.group.world_size)
+    world = ranks.group.world_size
+    found: dict[str, Any] = {"gpus": world, "new": new, "context": context}
+    alone = partial(ranks.times, lambda: whole(*inputs, cache, metadata))
+    found["one_gpu"] = max(ranks.once(("prefill", new, context), alone))
+    division = Interleaved(world)
     for method in ("ring", "all_gather"):
         layer = ParallelPrefill(
             spec, ranks.group, division, method=method, agreement="never", device=ranks.device

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import attnlib
 from attnlib.parallel import RankGroup
 
-__all__ = ["BLOCK", "Call", "Ranks"]
+__all__ = ["BLOCK", "Call", "Ranks", "all_ranks"]
 
 BLOCK = 16
 RATE_BYTES = 64 << 20
@@ -23,28 +24,58 @@ RATE_BYTES = 64 << 20
 COLD_BYTES = 256 << 20
 """Bytes of keys that the calls of a graph read before one reads the same again: several times the
 L2 cache."""
+MEASUREMENTS = 30
+"""More than a row has, of which each gets an equal part of its time."""
 CALLS = 10
 """Calls in a graph, as the layers of a model."""
 
 Call = Callable[[], Any]
 
 
+def all_ranks(options: argparse.Namespace) -> list[Ranks]:
+    """This process as a rank of a group of each size of `--groups`, in that order. Exchanges that
+    take longer than a row may end the process."""
+    on_gpu, began = torch.cuda.is_available(), time.monotonic()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    limit = timedelta(seconds=options.row_seconds)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)
+    world, one_gpu = dist.get_world_size(), dict[Any, Any]()
+    found = []
+    for size in options.groups or [world]:
+        if not 0 < size <= world or world % size:
+            raise SystemExit(f"--groups {size}: it must divide the {world} processes")
+        groups = [
+            dist.new_group(list(range(first, first + size)), timeout=limit)
+            for first in range(0, world, size)
+        ]
+        found.append(Ranks(options, groups[dist.get_rank() // size], began, one_gpu))
+    return found
+
+
 class Ranks:
-    """One rank.
+    """One rank of a group.
 
     Args:
         options: of the command line.
+        process_group: of the ranks.
+        began: when the benchmark did.
+        one_gpu: what one GPU alone takes, by sizes; known to the groups of all sizes.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        process_group: Any,
+        began: float,
+        one_gpu: dict[Any, list[float]],
+    ) -> None:
         self.options, self.on_gpu = options, torch.cuda.is_available()
-        self._began = time.monotonic()
+        self._began, self._process_group, self._one_gpu = began, process_group, one_gpu
         self.device = torch.device("cpu")
         if self.on_gpu:
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(self.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo")
-        self.group = RankGroup()
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.group = RankGroup(process_group)
         self.spec = attnlib.AttentionSpec(
             num_heads=options.num_heads,
             num_kv_heads=options.num_kv_heads,
@@ -84,26 +115,38 @@ class Ranks:
         """The value of each rank."""
         found = torch.zeros(self.group.world_size, dtype=torch.float64, device=self.device)
         found[self.group.rank] = value
-        dist.all_reduce(found)
+        dist.all_reduce(found, group=self._process_group)
         return [round(each, 1) for each in found.tolist()]
 
     def is_late(self) -> bool:
-        """Whether the time limit has passed, equal on all ranks."""
-        return max(self.each(time.monotonic() - self._began)) >= self.options.limit_seconds
+        """Whether the time limit has passed on any rank of all groups."""
+        late = torch.tensor(time.monotonic() - self._began, device=self.device)
+        dist.all_reduce(late, dist.ReduceOp.MAX)
+        return late.item() >= self.options.limit_seconds
+
+    def once(self, key: Any, measure: Callable[[], list[float]]) -> list[float]:
+        """What `measure` found when it was asked for the first time with this key."""
+        if key not in self._one_gpu:
+            self._one_gpu[key] = measure()
+        return self._one_gpu[key]
 
     def times(self, call: Call) -> list[float]:
-        """Microseconds of a call from the host, on each rank: the median."""
-        for _ in range(3):
+        """Microseconds of a call from the host, on each rank: the median. Slow calls are repeated
+        less often, as the time of a row allows."""
+        for _ in range(2):
             call()
-        times = []
-        for _ in range(self.options.repeats):
-            self.wait()
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            self.wait()
-            times.append((time.perf_counter() - start) * 1e6)
-        return self.each(statistics.median(times))
+        most = self.options.row_seconds * 1e6 / MEASUREMENTS
+        known = max(self.each(self._timed(call)))
+        repeats = max(1, min(self.options.repeats, int(most / max(known, 1.0))))
+        return self.each(statistics.median(self._timed(call) for _ in range(repeats)))
+
+    def _timed(self, call: Call) -> float:
+        self.wait()
+        dist.barrier(group=self._process_group)
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return (time.perf_counter() - start) * 1e6
 
     def slowest(self, call: Call) -> float:
         """`times` of the slowest rank."""
