@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # Decode context parallelism under vLLM on the GPUs of one host: the tokens of tiny models with one KV
-# head, with windows and over latents, each in an engine of its own; then two requests of 64k tokens
-# and 16 of 32k, by both backends in turn, and by attnlib without division. Engines start together.
-# Nothing starts after LIMIT seconds, and nothing runs longer.
+# head, with windows and over latents, each in an engine of its own; and two requests of 64k tokens
+# and 16 of 32k, by both backends in turn, and by attnlib without division.
 #   benchmarks/hosts/divided.sh OUT GPUS LIMIT [tokens|rates]    with vLLM 0.26 and this package
-# MODELS names a folder of `tests/hosts/models.py`, TURNS a file that several runs may share.
+# GPUS is a number of GPUs, or several such as "4 2", which are timed one beside the other; tokens are
+# those of the first. All engines start together, and no call is timed while one of them starts or
+# writes tokens. OUT keeps each result as it comes: a run that is ended keeps them. Nothing starts
+# after LIMIT seconds, and nothing runs longer. MODELS names a folder of `tests/hosts/models.py`, TURNS
+# a file that several runs may share.
 set -u
-out=$1 gpus=$2 limit=$3 part=${4:-} here=$(dirname "$0") models=${MODELS:-$(mktemp -d)}
+out=$1 limit=$3 part=${4:-} here=$(dirname "$0") models=${MODELS:-$(mktemp -d)}
+read -ra gpus <<< "$2"
 export VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 TEST_VLLM_CPU=0
 export VLLM_WORKER_MULTIPROC_METHOD=spawn
 mkdir -p "$out"
+turns=${TURNS:-$out/turns}
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/machine.txt"
 row() { # SECONDS LOG COMMAND...
   local left=$((limit - SECONDS))
@@ -23,24 +28,29 @@ row() { # SECONDS LOG COMMAND...
 }
 if [ "$part" != rates ]; then
   [ -d "$models/mqa" ] || row 150 models.log python "$here/../../tests/hosts/models.py" "$models" mqa gemma2-mqa deepseek
-  python "$here/vllm_gpu_cases.py" "$models" "$out/cases" divided "$gpus"
+  python "$here/vllm_gpu_cases.py" "$models" "$out/cases" divided "${gpus[0]}"
   for case in "$out"/cases/*.json; do
     name=$(basename "$case" .json)
-    row 200 "$name.log" \
+    row 150 "$name.log" flock --shared --close "$turns" \
       python "$here/../../tests/hosts/run_engine.py" "$case" "$out/tokens-$name.json" &
   done
-  wait
-  python "$here/vllm_gpu_cases.py" "$models" "$out/cases" "$out"/tokens-*.json |
-    tee "$out/tokens.txt"
 fi
 if [ "$part" != tokens ]; then
-  for run in "CUSTOM $gpus" "FLASH_ATTN $gpus" "CUSTOM 1"; do
-    read -r backend ranks <<< "$run"
-    row 300 "$backend-$ranks.log" python "$here/vllm_throughput.py" --backend "$backend" \
-      --workloads long64k long32k --gpus "$gpus" --context-parallel "$ranks" --repetitions 3 \
-      --max-model-len 66560 --memory 0.2 --cache-gib 8 --turns "${TURNS:-$out/turns}" \
+  runs=("CUSTOM ${gpus[0]} 1")
+  for count in "${gpus[@]}"; do
+    runs+=("CUSTOM $count $count" "FLASH_ATTN $count $count")
+  done
+  for run in "${runs[@]}"; do
+    read -r backend count ranks <<< "$run"
+    row 300 "$backend-$count-$ranks.log" python "$here/vllm_throughput.py" --backend "$backend" \
+      --workloads long64k long32k --gpus "$count" --context-parallel "$ranks" --repetitions 3 \
+      --max-model-len 66560 --memory 0.2 --cache-gib 8 --turns "$turns" \
       --model '{"num_key_value_heads": 1, "num_hidden_layers": 16}' --out "$out/results.jsonl" &
   done
-  wait
+fi
+wait
+if [ "$part" != rates ]; then
+  python "$here/vllm_gpu_cases.py" "$models" "$out/cases" "$out"/tokens-*.json |
+    tee "$out/tokens.txt"
 fi
 exit 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
+import time
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "hosts"
 
@@ -19,18 +24,40 @@ def _run(tmp_path: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_a_limit_starts_nothing(tmp_path: Path) -> None:
-    """Every row is named: models, their tokens, and both backends."""
-    printed = _run(tmp_path, str(FOLDER / "divided.sh"), str(tmp_path / "out"), "4", "0")
-    rows = [line for line in printed.splitlines() if line.startswith("not run: ")]
-    scripts = [row.split()[3].rpartition("/")[2] for row in rows]
-    assert scripts == ["models.py", *["run_engine.py"] * 5, *["vllm_throughput.py"] * 3]
-    names = {row.split()[4].rpartition("/")[2] for row in rows[1:6]}
+@pytest.mark.parametrize("gpus", ["4", "4 2"])
+def test_a_limit_starts_nothing(tmp_path: Path, gpus: str) -> None:
+    """Every row is named: models, their tokens, and both backends on each number of GPUs."""
+    script, counts = str(FOLDER / "divided.sh"), gpus.split()
+    printed = _run(tmp_path, script, str(tmp_path / "out"), gpus, "0")
+    rows = [line.split() for line in printed.splitlines() if line.startswith("not run: ")]
+    scripts = Counter(Path(word).name for row in rows for word in row if word.endswith(".py"))
+    runs = 1 + 2 * len(counts)
+    assert scripts == {"models.py": 1, "run_engine.py": 5, "vllm_throughput.py": runs}
+    tokens = [row for row in rows if "flock" in row]
+    names = {Path(row[-2]).name for row in tokens}
     assert {"gemma2-mqa_context_parallel.json", "latent_context_parallel_CUSTOM.json"} < names
-    rates = [row.partition("--backend ")[2].split() for row in rows[6:]]
-    given = {(row[0], row[row.index("--context-parallel") + 1]) for row in rates}
-    assert given == {("CUSTOM", "4"), ("FLASH_ATTN", "4"), ("CUSTOM", "1")}
-    assert all("--gpus 4" in row and "--turns" in row for row in rows[6:])
+    rates = [row for row in rows if "--backend" in row]
+    options = "--backend", "--gpus", "--context-parallel"
+    given = {tuple(row[row.index(option) + 1] for option in options) for row in rates}
+    assert given == {("CUSTOM", counts[0], "1")} | {
+        (backend, count, count) for backend in ("CUSTOM", "FLASH_ATTN") for count in counts
+    }
+    lock = str(tmp_path / "out" / "turns")
+    assert all(lock in row for row in (*tokens, *rates)) and len(rates) == runs
+
+
+def test_no_call_is_timed_while_tokens_are_written(tmp_path: Path) -> None:
+    """The lock of the shell is that of the engines."""
+    file, order, began = tmp_path / "turns", tmp_path / "order", tmp_path / "began"
+    wait = f"touch {began}; sleep 0.5; echo tokens >> {order}"
+    with subprocess.Popen(["flock", "--shared", "--close", str(file), "sh", "-c", wait]) as tokens:
+        while not began.exists():
+            time.sleep(0.01)
+        with file.open("a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            order.write_text((order.read_text() if order.exists() else "") + "call")
+        assert tokens.wait() == 0
+    assert order.read_text() == "tokens\ncall"
 
 
 def test_cases_divide_windows_and_latents(tmp_path: Path) -> None:
