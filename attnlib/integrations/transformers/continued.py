@@ -1,7 +1,7 @@
 """What the layers of a step have found, and the step after it that continues it.
 
-A `DecodeBatch` over keys that grow in place, or over a full window, outlives its step: the next
-step has the same layer, plan and launcher, and only fills table and lengths again.
+A `DecodeBatch` over keys that grow in place, or over a static cache or a full window, outlives its
+step: the next step has the same layer, plan and launcher, and only fills table and lengths again.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def continuation(call: Call, step: StepMask, repeat: Repeat) -> Continued | None
     tokens, pattern = lasting_tokens(step, call.key, call.value), step.pattern
     if repeat.batch is None or tokens is None or pattern is None:
         return None
-    if step.is_static or pattern.segments is not None or pattern.spans is not None:
+    if pattern.segments is not None or pattern.spans is not None:
         return None
     place = threading.get_ident(), current_stream(call.query.device)
     return Continued(replace(repeat, cache=None), pattern, tokens, place, selection_state())
@@ -146,7 +146,7 @@ def continue_step(
 ) -> Repeat | None:
     """The plan of the step before, over the keys that this one sees; None if it is another one."""
     last, pattern = known.continued, step.pattern
-    if last is None or step.is_reused or step.is_static or is_transient():
+    if last is None or step.is_reused or is_transient():
         return None
     if pattern is None or pattern.segments is not None or pattern.spans is not None:
         return None
@@ -160,9 +160,10 @@ def continue_step(
     capacity = getattr(key, CAPACITY, None)
     if (tokens if capacity is None else capacity) != last.tokens:
         return None
-    if (capacity is None or (step.attention_mask is None and pattern.depends_on_distance)) and (
-        not sees_all_keys(step)
-    ):
+    grows = capacity is not None and (
+        step.attention_mask is not None or not pattern.depends_on_distance
+    )
+    if not (grows or step.is_static or sees_all_keys(step)):
         return None
     if last.place != (threading.get_ident(), current_stream(query.device)):
         return None

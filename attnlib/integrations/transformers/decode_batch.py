@@ -188,12 +188,15 @@ def decode_batch(
 
 def lasting_tokens(step: StepMask, key: torch.Tensor, value: torch.Tensor) -> int | None:
     """Tokens of a batch that serves this step and later ones: those that buffers have room for, or
-    those of a full window, whose number stays. None for keys of which the next step has more.
+    those of a static cache or a full window, whose number stays. None for keys of which the next
+    step has more.
 
     Args:
         step: the mask.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
     """
+    if step.is_static:
+        return step.width
     capacity, pattern = capacity_of(key, value), step.pattern
     if capacity is not None or pattern is None or not sees_all_keys(step):
         return capacity

@@ -56,11 +56,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
     key = ("device", ratio, layer.backend, id(layer.spec), device)
     batch = step.plans.get(key)
     if batch is None or batch.filled_for != step.number:
-        capacity = lasting_tokens(step, call.key, call.value)
-        if is_transient():
-            capacity = None
-        elif step.is_static:
-            capacity = step.width
+        capacity = None if is_transient() else lasting_tokens(step, call.key, call.value)
         batch = step.plans[key] = decode_batch(layer, step, pattern, ratio, capacity)
     plan = BatchPlan(batch.metadata, None)
     remember(call, step, layer, plan, cache, batch)

@@ -14,6 +14,7 @@ from attnlib.integrations.transformers import (
     continued,
     decode_batch,
     decode_on_device,
+    masks,
     plain,
     repeated,
 )
@@ -79,6 +80,23 @@ def test_a_full_window_keeps_its_batch(
     expected = generated(model, "eager", batch, NEW_TOKENS)
     assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS), expected)
     assert made.count(WINDOW) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(7,), (7, 4)], ids=["one", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_static_cache_keeps_its_batch(
+    name: str, lengths: tuple[int, ...], steps: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same number of keys in every step, of which the mask shows those written."""
+    monkeypatch.setattr(masks, "_is_cuda", lambda device: True)
+    monkeypatch.setattr(masks, "_decode_mask", lambda given: None)  # that of a CPU
+    model, batch = decoder(name), padded(prompts(*lengths), "left")
+    static = {"cache_implementation": "static"}
+    expected = generated(model, "eager", batch, NEW_TOKENS, **static)
+    assert torch.equal(generated(model, "attnlib", batch, NEW_TOKENS, **static), expected)
+    kinds = 1 if name == "llama" else 2
+    assert sum(steps) >= kinds * (NEW_TOKENS - 3)
 
 
 def _decode(model: Any, change: Any) -> torch.Tensor:
