@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from attnlib.integrations.transformers.row_copy import RowCopy
-from attnlib.ops.signature import tensor_check
+from attnlib.integrations.transformers.row_copy import Token, token_of
 
-if TYPE_CHECKING:
-    from attnlib.ops.triton.append_rows import RowAppend
-
-__all__ = ["CAPACITY", "Buffers", "capacity_of"]
+__all__ = ["CAPACITY", "Buffers", "capacity_of", "may_append"]
 
 CAPACITY = "_attnlib_capacity"
 """Attribute of tensors that begin with the buffers of a growing layer: tokens of the buffers."""
@@ -25,8 +20,6 @@ _ROOM = 8
 """A new buffer has room for 1 / _ROOM of its tokens more."""
 _ROUND = 64
 """Buffers have a multiple of these tokens, so that few strides occur."""
-
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(eq=False)
@@ -46,8 +39,7 @@ class Buffers:
         window: tokens that are shown to a query, one more than the layer keeps; None for all.
         begin, end: the tokens that the layer keeps.
         views: these tokens.
-        fits: whether states have the layout of those that were appended last.
-        append_row: writes one token of this layout; None for several tokens.
+        token: how tokens like the last one are appended; None after several tokens.
     """
 
     keys: torch.Tensor
@@ -60,33 +52,29 @@ class Buffers:
     begin: int = 0
     end: int = 0
     views: tuple[Any, Any] = (None, None)
-    fits: Callable[..., bool] | None = None
-    append_row: RowAppend | RowCopy | None = None
+    token: Token | None = None
 
     @classmethod
     def of(
-        cls, layer: Any, keys: torch.Tensor, values: torch.Tensor, added: int, window: int | None
+        cls,
+        kept: tuple[torch.Tensor, torch.Tensor],
+        states: tuple[torch.Tensor, torch.Tensor],
+        window: int | None,
     ) -> Buffers:
-        """Buffers that hold these keys and values of a layer and have room for `added` tokens and
-        more. The layer gets views of them."""
-        tokens = keys.shape[2]
-        capacity = _with_room(tokens + added)
+        """Buffers that hold keys and values of a layer and then `states`, which may be appended to
+        them (`may_append`), and have room for more."""
+        tokens = kept[0].shape[2] + states[0].shape[2]
+        capacity = _with_room(tokens)
         if window is not None and capacity > window:
             capacity = _with_room(window)  # as when the window is full, so that strides stay
         with torch.inference_mode(False):  # writable in and outside of inference mode
-            made = [
-                torch.empty((*x.shape[:2], capacity, x.shape[3]), dtype=x.dtype, device=x.device)
-                for x in (keys, values)
-            ]
-        for buffer, given in zip(made, (keys, values), strict=True):
-            buffer.narrow(2, 0, tokens).copy_(given)
-            buffer.narrow(2, tokens, capacity - tokens).zero_()  # a pickled view contains it
-        keys, values = made
+            keys, values = (
+                torch.cat((old, new, _first_repeated(old, capacity - tokens)), 2)
+                for old, new in zip(kept, states, strict=True)
+            )
         places = (keys.data_ptr(), keys.stride()), (values.data_ptr(), values.stride())
         sizes = (*keys.shape[:2], keys.shape[3], values.shape[3])
-        found = cls(keys, values, (keys.data, values.data), places, capacity, sizes, window)
-        found.show(layer, tokens)
-        return found
+        return cls(keys, values, (keys.data, values.data), places, capacity, sizes, window)
 
     def hold(self, layer: Any) -> bool:
         """Whether the layer has what it got last: the same tensors, over the same memory. Not after
@@ -102,16 +90,16 @@ class Buffers:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Append a token of the layout of the last one, and show what the next query sees; None
         where it is another one, or where there is no room."""
-        row, fits, end = self.append_row, self.fits, self.end
+        token, end = self.token, self.end
         kept, kept_v = self.views
-        if row is None or fits is None or end >= self.capacity:
+        if token is None or end >= self.capacity:
             return None
         if layer.keys is not kept or layer.values is not kept_v:
             return None
         places = (kept.data_ptr(), kept.stride()), (kept_v.data_ptr(), kept_v.stride())
-        if places != self.places or not fits(key_states, value_states):  # `hold`, without its call
-            return None
-        row.run(key_states, value_states, end)
+        if places != self.places or not token.fits(key_states, value_states):
+            return None  # `hold`, without its call
+        token.row.run(key_states, value_states, *self.targets, end)
         tokens, (batch, heads, size, size_v) = end + 1 - self.begin, self.sizes
         if self.window is not None and tokens >= self.window:
             return self.show(layer, end + 1)
@@ -128,8 +116,8 @@ class Buffers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append states that `take` accepted, and show all tokens."""
         end, added = self.end, key_states.shape[2]
-        if self.append_row is not None:
-            self.append_row.run(key_states, value_states, end)
+        if self.token is not None:
+            self.token.row.run(key_states, value_states, *self.targets, end)
         else:
             keys, values = self.targets
             keys.narrow(2, end, added).copy_(key_states)
@@ -138,27 +126,12 @@ class Buffers:
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether these states can be appended."""
-        if self.fits is not None and self.fits(key_states, value_states):
+        if self.token is not None and self.token.fits(key_states, value_states):
             return True
         news, buffers = (key_states, value_states), (self.keys, self.values)
-        for new, buffer in zip(news, buffers, strict=True):
-            if new.dtype != buffer.dtype or new.device != buffer.device or new.dim() != 4:
-                return False
-            if type(new) is not torch.Tensor:  # such as those of torch.export
-                return False
-            if new.shape[:2] != buffer.shape[:2] or new.shape[3] != buffer.shape[3]:
-                return False
-        tokens = key_states.shape[2]
-        if tokens != value_states.shape[2] or (tokens > 1 and self.window is not None):
+        if not may_append(news, buffers, self.window):
             return False
-        self.fits = tensor_check(key_states, value_states)
-        self.append_row = None
-        dense = all(new.stride(3) == 1 or new.shape[3] == 1 for new in news)
-        if tokens == 1:
-            self.append_row = RowCopy(*self.targets)
-            if self.fits is not None and key_states.is_cuda and dense:
-                if key_states.dtype in _KERNEL_DTYPES:
-                    self.append_row = _row_append(key_states, value_states, *buffers)
+        self.token = token_of(*news, *buffers) if key_states.shape[2] == 1 else None
         return True
 
     def show(self, layer: Any, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +178,31 @@ def capacity_of(key: torch.Tensor, value: torch.Tensor) -> int | None:
     return capacity if capacity == getattr(value, CAPACITY, None) else None
 
 
-def _row_append(*tensors: torch.Tensor) -> RowAppend:
-    from attnlib.ops.triton.append_rows import RowAppend
+def may_append(
+    states: tuple[torch.Tensor, torch.Tensor],
+    kept: tuple[torch.Tensor, torch.Tensor],
+    window: int | None,
+) -> bool:
+    """Whether new keys and values can be appended to those of a layer, or to its buffers.
 
-    return RowAppend(*tensors)
+    Args:
+        states: new keys and values.
+        kept: what the layer has.
+        window: as in `Buffers`.
+    """
+    for new, old in zip(states, kept, strict=True):
+        if new.dtype != old.dtype or new.device != old.device or new.dim() != 4:
+            return False
+        if type(new) is not torch.Tensor:  # such as those of torch.export
+            return False
+        if new.shape[:2] != old.shape[:2] or new.shape[3] != old.shape[3]:
+            return False
+    tokens = states[0].shape[2]
+    return tokens == states[1].shape[2] and (tokens == 1 or window is None)
+
+
+def _first_repeated(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first token several times: what is in the room of a buffer, which a pickled view
+    contains. Memory that is written at once needs no other launch."""
+    (batch, heads, _, size), (row, head, _, element) = states.shape, states.stride()
+    return states.as_strided((batch, heads, tokens, size), (row, head, 0, element))

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from attnlib.integrations.transformers.cache_buffers import Buffers
+from attnlib.integrations.transformers.cache_buffers import Buffers, may_append
 
 __all__ = ["LAST_UPDATE", "growing_update", "note_served"]
 
@@ -42,10 +42,10 @@ class _Served(NamedTuple):
     keys: ref[torch.Tensor]
     values: ref[torch.Tensor]
 
-    def buffers(self, layer: Any, key_states: torch.Tensor) -> Buffers | None:
-        """Move the layer to buffers with its next token; None where it must concatenate."""
+    def buffers(self, layer: Any, states: tuple[torch.Tensor, torch.Tensor]) -> Buffers | None:
+        """Buffers for the layer with its next token; None where it must concatenate."""
         keys, values = self.keys(), self.values()
-        if keys is None or values is None or key_states.shape[2] != 1:
+        if keys is None or values is None or states[0].shape[2] != 1:
             return None
         if layer.keys is not keys or layer.values is not values:
             return None
@@ -54,7 +54,8 @@ class _Served(NamedTuple):
             rows = (x.shape[3] * x.element_size() for x in (keys, values))
             if window < 2 or any(row % _ALIGNED for row in rows):
                 return None
-        return Buffers.of(layer, keys, values, 1, window)
+        kept = keys, values
+        return Buffers.of(kept, states, window) if may_append(states, kept, window) else None
 
 
 _buffers: WeakKeyDictionary[Any, Buffers | _Served | None] = WeakKeyDictionary()
@@ -116,21 +117,17 @@ def _extended(
     if isinstance(known, Buffers):
         if not (known.hold(layer) and known.take(key_states, value_states)):
             return None
-        added = key_states.shape[2]
-        if known.end + added <= known.capacity:
+        if known.end + key_states.shape[2] <= known.capacity:
             return known.append(layer, key_states, value_states)
-        buffers = Buffers.of(layer, *known.views, added, known.window)
+        moved = Buffers.of(known.views, (key_states, value_states), known.window)
+        tokens = known.views[0].shape[2]
     else:
-        moved = known.buffers(layer, key_states)
-        if moved is None:
+        found = known.buffers(layer, (key_states, value_states))
+        if found is None:
             return None
-        buffers = moved
-    _buffers[layer] = buffers
-    return (
-        buffers.append(layer, key_states, value_states)
-        if buffers.take(key_states, value_states)
-        else None
-    )
+        moved, tokens = found, layer.keys.shape[2]
+    _buffers[layer] = moved
+    return moved.show(layer, tokens + key_states.shape[2])
 
 
 def note_served(key: torch.Tensor, value: torch.Tensor) -> None:
@@ -150,5 +147,6 @@ def note_served(key: torch.Tensor, value: torch.Tensor) -> None:
     LAST_UPDATE.layer = None
     if key.dim() != 4 or value.dim() != 4 or torch.is_grad_enabled():
         return
-    if layer not in _buffers or isinstance(_buffers[layer], _Served):
+    known = _referenced.get(last, layer)  # None is a value
+    if known is layer or type(known) is _Served:
         _buffers[layer] = _Served(ref(layer.keys), ref(layer.values))

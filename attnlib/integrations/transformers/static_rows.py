@@ -46,7 +46,7 @@ class _Rows:
         position = int(counter)
         if not 0 <= position < self._keys.shape[2]:
             return False
-        self._row.run(key, value, position)
+        self._row.run(key, value, self._keys, self._values, position)
         counter.add_(1)
         return True
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.checks import vector_elements
-from attnlib.ops.signature import tensor_signature
 from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels.append_rows import append_rows_kernel
 from attnlib.ops.triton.kernels.cache_write import WriteConfig
@@ -30,10 +29,10 @@ _ELEMENTS_PER_PROGRAM = 2048
 
 
 class RowAppend:
-    """Writes new keys and values of one layout to one pair of buffers.
+    """Writes new keys and values of one layout to buffers of one layout.
 
     Args:
-        key: `[B, Hkv, 1, D]`, last stride 1; only its layout is read.
+        key: `[B, Hkv, 1, D]`, last stride 1; only layouts are read.
         value: `[B, Hkv, 1, Dv]`, likewise.
         keys: `[B, Hkv, capacity, D]` of the same dtype and device, last stride 1.
         values: `[B, Hkv, capacity, Dv]`, likewise.
@@ -50,7 +49,6 @@ class RowAppend:
                     f"{name} is {tuple(new.shape)} of {new.dtype} on {new.device}; the buffer "
                     f"takes {expected} of {buffer.dtype} on {buffer.device}"
                 )
-        self._buffers = keys, values
         self._capacity = keys.shape[2]
         self._index = keys.get_device()
         self._numbers = (
@@ -58,47 +56,46 @@ class RowAppend:
             *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
             *(*_strides(keys), *_strides(values)),
         )
-        # All layers of a model have one layout, and each makes an object in every `generate`.
-        layout = ("append rows", *map(tensor_signature, (key, value, keys, values)))
-        found: BoundLaunch | None = LAUNCHES.get(layout)
-        if found is None:
-            wide = tuple(number >= 1 << 31 for number in self._numbers)
-            found = LAUNCHES.keep(layout, _launch(key, value, keys, values, wide))
-        self._launch = found
+        wide = tuple(number >= 1 << 31 for number in self._numbers)
+        self._launch = _launch(key, value, keys, values, wide)
         self._submit: Callable[..., None] | None = None
         self._stream: Callable[[int], int] = current_stream
 
-    def run(self, key: Tensor, value: Tensor, position: int) -> None:
+    def run(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position: int) -> None:
         """Write a token on the current stream.
 
         Args:
-            key, value: tensors with the layout of those that the object was made from.
+            key, value, keys, values: tensors of the layout of those that the object was made from.
             position: row of the buffers, below their capacity.
         """
         assert 0 <= position < self._capacity  # the caller makes room
         submit, address, address_v = self._submit, key.data_ptr(), value.data_ptr()
-        aligned = not (address | address_v) & ALIGNMENT
+        begin, begin_v = keys.data_ptr(), values.data_ptr()
+        aligned = not (address | address_v | begin | begin_v) & ALIGNMENT
         if submit is not None and aligned and not launches_observed():
             if chips.current_device() == self._index:
-                submit(self._stream(self._index), address, address_v, position)
+                stream = self._stream(self._index)
+                submit(stream, address, address_v, begin, begin_v, position)
                 return
-        self._run(key, value, position, aligned)
+        self._run(key, value, keys, values, position, aligned)
 
-    def _run(self, key: Tensor, value: Tensor, position: int, aligned: bool) -> None:
-        """The same through Triton, or on another device than the current one."""
-        buffers = tuple(buffer.data_ptr() for buffer in self._buffers)
-        is_bound = not (buffers[0] | buffers[1]) & ALIGNMENT
-        if self._submit is None and is_bound and self._launch.is_direct:
-            arguments = (CHANGES, CHANGES, *buffers, CHANGES, *self._numbers)
-            self._submit = self._launch.bind(True, True, arguments)
+    def _run(self, *arguments: Any) -> None:
+        """The same through Triton, or on another device than the current one.
+
+        Args:
+            arguments: tensors and position as in `run`; whether all addresses are multiples of 16.
+        """
+        *tensors, position, aligned = arguments
+        if self._submit is None and self._launch.is_direct:
+            changing = (CHANGES,) * (len(tensors) + 1)
+            self._submit = self._launch.bind(True, True, (*changing, *self._numbers))
             self._stream = triton.runtime.driver.active.get_current_stream
-        with chips.device_guard(key):
+        with chips.device_guard(tensors[0]):
             if self._submit is not None and aligned and not launches_observed():
-                addresses = key.data_ptr(), value.data_ptr()
+                addresses = (tensor.data_ptr() for tensor in tensors)
                 self._submit(self._stream(self._index), *addresses, position)
                 return
-            given = (key, value, *self._buffers, position, *self._numbers)
-            self._launch.by_triton(given, aligned and is_bound)
+            self._launch.by_triton((*tensors, position, *self._numbers), aligned)
 
 
 def _strides(buffer: Tensor) -> tuple[int, int, int]:

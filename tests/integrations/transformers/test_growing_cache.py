@@ -149,9 +149,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     of = cache_buffers.Buffers.of
 
-    def noted(layer: Any, keys: torch.Tensor, values: torch.Tensor, added: int, *given: Any) -> Any:
-        found.append(keys.shape[2] + added)
-        return of(layer, keys, values, added, *given)
+    def noted(kept: Any, states: Any, window: int | None) -> Any:
+        found.append(kept[0].shape[2] + states[0].shape[2])
+        return of(kept, states, window)
 
     monkeypatch.setattr(cache_buffers.Buffers, "of", noted)
     return found

@@ -709,7 +709,7 @@ def _append_rows() -> None:
     from attnlib.ops.triton.append_rows import RowAppend
 
     new, buffer = (torch.empty(2, 8, n, 128, dtype=torch.bfloat16) for n in (1, 64))
-    RowAppend(new, new, buffer, buffer).run(new, new, 63)
+    RowAppend(new, new, buffer, buffer).run(new, new, buffer, buffer, 63)
 
 
 def _slots() -> None:

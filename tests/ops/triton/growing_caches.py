@@ -85,7 +85,8 @@ def append_row(tokens: int, size: int) -> None:
     """Append one token to buffers of another capacity in every step."""
     new = torch.zeros(1, 1, KV_HEADS, size, dtype=DTYPE).transpose(1, 2)
     buffer = torch.zeros(1, KV_HEADS, tokens, size, dtype=DTYPE)
-    append_rows.RowAppend(new, new, buffer, buffer).run(new, new, tokens - 1)
+    append = append_rows.RowAppend(new, new, buffer, buffer)
+    append.run(new, new, buffer, buffer, tokens - 1)
 
 
 def merge(tokens: int, size: int) -> None:

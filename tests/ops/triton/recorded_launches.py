@@ -1156,19 +1156,24 @@ def check_bare_launches() -> None:
 
 
 def check_appended_rows() -> None:
-    """The second token is launched directly, with its own position, as Triton would launch it."""
+    """The second token is launched directly, with its own position and buffers, as Triton would
+    launch it."""
     new = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    buffer = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16)
-    append = RowAppend(new, new, buffer, buffer)
-    append.run(new, new, 7)
-    direct, through_triton = recorded(lambda: append.run(new, new, 8))
-    assert not through_triton and direct[0].arguments[4] == 8
-    with by_triton():
-        assert recorded(lambda: append.run(new, new, 8))[0] == direct
-    unaligned = torch.zeros(2, 1, 4, 65, dtype=torch.bfloat16)[..., 1:].transpose(1, 2)
-    append = RowAppend(unaligned, unaligned, buffer, buffer)
-    append.run(unaligned, unaligned, 7)
-    assert recorded(lambda: append.run(unaligned, unaligned, 8))[1] == ["append_rows_kernel"]
+    buffers = [torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16) for _ in range(4)]
+    append = RowAppend(new, new, *buffers[:2])
+    append.run(new, new, *buffers[:2], 7)
+    for pair in (buffers[:2], buffers[2:]):
+        direct, through_triton = recorded(lambda pair=pair: append.run(new, new, *pair, 8))
+        assert not through_triton and direct[0].arguments[4] == 8
+        assert direct[0].arguments[2:4] == tuple(buffer.data_ptr() for buffer in pair)
+        with by_triton():
+            assert recorded(lambda pair=pair: append.run(new, new, *pair, 8))[0] == direct
+    for shape in ((2, 1, 4, 64), (2, 4, 128, 64)):
+        size = prod(shape)
+        unaligned = torch.zeros(size + 1, dtype=torch.bfloat16)[1:].view(shape)
+        key, keys = (unaligned.transpose(1, 2), buffers[0]) if shape[1] == 1 else (new, unaligned)
+        call = functools.partial(append.run, key, new, keys, buffers[1], 8)
+        assert recorded(call)[1] == ["append_rows_kernel"]
 
 
 def check_state_layers() -> None:

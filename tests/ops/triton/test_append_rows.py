@@ -24,11 +24,15 @@ def test_only_the_row_of_the_token_changes(
         for x, size in zip(rows, sizes, strict=True)
     )
     append = RowAppend(key, value, *buffers)
+    others = [buffer.clone() for buffer in buffers]  # those of another layer
     for position in (0, 7, 49):
-        append.run(key, value, position)
+        append.run(key, value, *buffers, position)
         for buffer, new in zip(expected, (key, value), strict=True):
             buffer[:, :, position] = new[:, :, 0]
         assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
+    for position in (0, 7, 49):
+        append.run(key, value, *others, position)
+    assert all(torch.equal(a, b) for a, b in zip(others, expected, strict=True))
 
 
 @pytest.mark.parametrize(
