@@ -9,7 +9,7 @@ import torch
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.graph_backends import graphs_record
-from attnlib.integrations.transformers.layers import Call, is_transient
+from attnlib.integrations.transformers.layers import is_transient
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata
 
@@ -31,14 +31,17 @@ class BatchPlan:
 
 def pack(states: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
     """`[B, H, T, D]` as `[B * T, H, D]`, or the rows at `indices` of it."""
-    rows = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
+    if states.shape[2] == 1:  # one operation instead of two
+        rows = states.select(2, 0)
+    else:
+        rows = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
     return rows if indices is None else rows.index_select(0, indices)
 
 
 def run_layer(
     layer: Attention,
     plan: BatchPlan,
-    call: Call,
+    query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     cache: Any,
@@ -47,7 +50,8 @@ def run_layer(
     """Run a layer over the batch of a plan.
 
     Args:
-        layer, plan, call: the layer, its batch and the attention call.
+        layer, plan: the layer and its batch.
+        query: `[B, Hq, T, D]`.
         key, value: packed keys and values of the new tokens, or None.
         cache: the layer's cache, or None.
         extra: `selected_keys`, `compressed_keys` or `query_tensors` of the layer.
@@ -57,8 +61,8 @@ def run_layer(
     """
     if is_transient():
         _check_that_graphs_record(layer)
-    batch, heads, queries, _ = call.query.shape
-    packed = pack(call.query, plan.queries)
+    batch, heads, queries, _ = query.shape
+    packed = pack(query, plan.queries)
     out: torch.Tensor = layer(packed, key, value, cache, plan.metadata, **extra)
     if plan.queries is not None:
         whole = out.new_zeros(batch * queries, *out.shape[1:])

@@ -60,4 +60,4 @@ def attend_by_token(call: Call, step: StepMask, bias: torch.Tensor) -> torch.Ten
     module: Any = call.module
     spread = spread_bias(bias, int(module.rel_extent), step.q_offset - step.kv_offset)
     given = query_tensors(spread, call.sinks, plan.queries)
-    return run_layer(layer, plan, own, None, None, cache, query_tensors=given)
+    return run_layer(layer, plan, own.query, None, None, cache, query_tensors=given)

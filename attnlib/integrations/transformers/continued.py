@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.transformers.batch_plan import BatchPlan
 from attnlib.integrations.transformers.cache_buffers import CAPACITY
 from attnlib.integrations.transformers.decode_batch import (
     BoundCall,
@@ -25,7 +26,6 @@ from attnlib.integrations.transformers.layers import Call, current_stream, is_tr
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
-from attnlib.metadata.base import AttentionMetadata
 from attnlib.ops.signature import tensor_check
 from attnlib.selection.current import selection_state
 
@@ -94,7 +94,7 @@ class Repeat:
 
     Attributes:
         layer: that layer.
-        metadata: the batch.
+        plan: its batch.
         fits: whether query, key and value are those of such a call, with as many tokens as the mask
             tells (`states_check`).
         cache: its cache; the views of other layers have the same signature. None where a step
@@ -105,7 +105,7 @@ class Repeat:
     """
 
     layer: Attention
-    metadata: AttentionMetadata
+    plan: BatchPlan
     fits: Callable[..., bool]
     cache: PagedKVCache | None
     key_view: tuple[tuple[int, ...], tuple[int, ...]]

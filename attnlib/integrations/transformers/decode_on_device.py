@@ -59,8 +59,9 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         capacity = None if is_transient() else lasting_tokens(step, call.key, call.value)
         batch = step.plans[key] = decode_batch(layer, step, pattern, ratio, capacity)
     plan = BatchPlan(batch.metadata, None)
-    remember(call, step, layer, plan, cache, batch)
-    return run_layer(layer, plan, call, None, None, cache)
+    out = run_layer(layer, plan, call.query, None, None, cache)
+    remember(call, step, layer, plan, cache, out, batch)
+    return out
 
 
 def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
@@ -87,7 +88,7 @@ def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
         return None
     cache, ratio = token_pages(call.key, call.value)
     batch = batch_of_visible_keys(layer, visible.expand(call.query.shape[0], -1), ratio)
-    return run_layer(layer, BatchPlan(batch.metadata, None), call, None, None, cache)
+    return run_layer(layer, BatchPlan(batch.metadata, None), call.query, None, None, cache)
 
 
 def _reads_synchronize(device: torch.device) -> bool:

@@ -184,7 +184,7 @@ def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) 
         key = ("score function", ratio, layer.backend, layer.spec, call.query.device)
         if key not in step.plans:
             step.plans[key] = paged_plan(layer, step, ratio, call.query.device)
-        return run_layer(layer, step.plans[key], call, None, None, cache)
+        return run_layer(layer, step.plans[key], call.query, None, None, cache)
     trailing = pattern.causal and rows is not None and bool(rows.trailing.any())
     spec = call.spec(
         block_size=1,
@@ -197,8 +197,9 @@ def _attend_paged(call: Call, step: StepMask, bias: torch.Tensor | None = None) 
     key = ("paged", ratio, layer.backend, spec, call.query.device)
     if key not in step.plans:
         step.plans[key] = paged_plan(layer, step, ratio, call.query.device)
-    remember(call, step, layer, step.plans[key], cache)
-    return run_layer(layer, step.plans[key], call, None, None, cache)
+    out = run_layer(layer, step.plans[key], call.query, None, None, cache)
+    remember(call, step, layer, step.plans[key], cache, out)
+    return out
 
 
 def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
@@ -217,7 +218,7 @@ def _attend_unpaged(call: Call, step: StepMask) -> torch.Tensor:
         step.plans[key] = unpaged_plan(layer, step, call.query.device)
     plan: BatchPlan = step.plans[key]
     return run_layer(
-        layer, plan, call, pack(call.key, plan.queries), pack(call.value, plan.queries), None
+        layer, plan, call.query, pack(call.key, plan.queries), pack(call.value, plan.queries), None
     )
 
 

@@ -5,8 +5,7 @@ takes several times as long as one token's attention. The first layer of a step 
 found with the mask of the step, and with its module. A later layer compares its tensors with those
 of the first one, in one call, and its arguments with those of its own call before: of a prefill
 with those of the last prefill, of a decode with those of the last decode. Where the backend can
-compare calls itself, the decodes of layers after the second one go to its launcher directly.
-Selection is asked once per step.
+compare calls itself, later layers go to its launcher directly. Selection is asked once per step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
-from attnlib.integrations.transformers.batch_plan import BatchPlan, pack
+from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.continued import (
     Arguments,
     Repeat,
@@ -34,7 +33,6 @@ from attnlib.integrations.transformers.recorded_weights import weights_are_colle
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.layer import Attention
 from attnlib.layer.per_head import own_tensors
-from attnlib.metadata.base import AttentionMetadata
 
 __all__ = ["attend_again", "remember"]
 
@@ -64,18 +62,20 @@ def remember(
     layer: Attention,
     plan: BatchPlan,
     cache: PagedKVCache,
+    out: torch.Tensor,
     batch: DecodeBatch | None = None,
 ) -> None:
     """Keep what a call over pages of one token has found, for `attend_again`.
 
     Args:
         call, step: the call and its mask.
-        layer, plan, cache: what served it. Nothing is kept if `cache` is a copy, if queries are
-            left out, or if the mask outlives the step.
+        layer, plan, cache: what served it. Nothing is kept if `cache` is a copy, or if the mask
+            outlives the step.
+        out: its result, `[B, T, Hq, Dv]`.
         batch: the batch of `plan`, if other steps use it too.
     """
     key, value = cache.key_cache, cache.value_cache
-    if plan.queries is not None or step.is_reused or weights_are_collected():
+    if step.is_reused or weights_are_collected():
         return
     if key.data_ptr() != call.key.data_ptr() or value.data_ptr() != call.value.data_ptr():
         return
@@ -84,14 +84,17 @@ def remember(
     if found is None and fits is not None:
         bound = BoundCall() if batch is None else batch.bound_call
         views = (key.shape, key.stride()), (value.shape, value.stride())
-        found = Repeat(layer, plan.metadata, fits, cache, *views, bound, batch)
+        found = Repeat(layer, plan, fits, cache, *views, bound, batch)
         step.plans["repeat", id(layer.spec)] = found
     values = (call.soft_cap, call.sliding_window, call.declared_causal)
     version = tensor_version(call.sinks)
     continued = None if found is None else continuation(call, step, found)
     modules = _decodes if call.query.shape[2] == 1 else _prefills
     own = own_tensors(layer) if layer._has_per_head else ()
-    modules[call.module] = Arguments(layer, call.scale, values, call.sinks, version, own, continued)
+    known = Arguments(layer, call.scale, values, call.sinks, version, own, continued)
+    modules[call.module] = known
+    if found is not None and found.bound_call.group is None:
+        _bind(found.bound_call, known, plan, call.query, out)
 
 
 def attend_again(
@@ -143,15 +146,13 @@ def attend_again(
     bound = repeat.bound_call
     launch = bound.launch
     if launch is not None and bound.group is layer.impl._group and not OBSERVERS:
-        out = query.new_empty(batch, 1, heads, value.shape[3])
+        out = query.new_empty(batch, queries, heads, value.shape[3])
         if launch(query, key, value, out, None, None, None, *known.own):
             return out
     cache = repeat.pages(key, value)
-    packed = query.select(2, 0) if queries == 1 else pack(query, None)
-    rows: torch.Tensor = layer(packed, None, None, cache, repeat.metadata)
-    out = rows.view(batch, queries, heads, value.shape[3])
-    if bound.group is None and queries == 1:
-        _bind(bound, known, repeat.metadata, query, out)
+    out = run_layer(layer, repeat.plan, query, None, None, cache)
+    if bound.group is None:
+        _bind(bound, known, repeat.plan, query, out)
     return out
 
 
@@ -178,13 +179,17 @@ def _accept(known: Arguments, kwargs: dict[str, Any]) -> bool:
 def _bind(
     bound: BoundCall,
     known: Arguments,
-    metadata: AttentionMetadata,
+    plan: BatchPlan,
     query: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Take the launcher of the call that has just run, for calls with these tensors."""
-    recent = metadata.recent_plan
-    if recent is None or recent.call is None:
+    """Take the launcher of the call that has just run, for calls with these tensors. It reads their
+    addresses, so that packed queries must be a view."""
+    (batch, _, queries, _), (row, _, token, _) = query.shape, query.stride()
+    recent = plan.metadata.recent_plan
+    if recent is None or recent.call is None or plan.queries is not None:
+        return
+    if batch > 1 and queries > 1 and row != queries * token:
         return
     bound.group = recent.group
     # The views of a cache begin where its keys and values do, and only addresses are read.

@@ -81,7 +81,7 @@ def attend_selected(call: Call, mask: torch.Tensor | None, kwargs: dict[str, Any
     if plan.queries is not None:
         lists = lists.index_select(0, plan.queries)
     selected = SelectedKeys(lists.int().contiguous())
-    return run_layer(layer, plan, call, None, None, cache, selected_keys=selected)
+    return run_layer(layer, plan, call.query, None, None, cache, selected_keys=selected)
 
 
 def _lists(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:

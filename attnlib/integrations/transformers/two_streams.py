@@ -69,7 +69,7 @@ def attend_two_streams(call: Call, mask: EntryMask) -> torch.Tensor | None:
     return run_layer(
         layer,
         plan,
-        own,
+        own.query,
         None,
         None,
         cache,

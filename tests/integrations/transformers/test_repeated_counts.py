@@ -142,7 +142,21 @@ def last_step(model: Any, implementation: str, around: Callable[[Any], Any]) -> 
         run() if step < STEPS - 1 else around(run)
 
 
-def calls_of(model: Any, implementation: str) -> dict[str, list[int]]:
+@torch.no_grad()
+def third_prompt(model: Any, implementation: str, around: Callable[[Any], Any]) -> None:
+    """Run three prompts, the last one within `around`."""
+    model.set_attn_implementation(implementation)
+    for prompt in range(3):
+        ids = torch.tensor(prompts(PROMPT + prompt))
+        given = {CACHE: hf.DynamicCache(config=model.config), "use_cache": True}
+
+        def run(ids: torch.Tensor = ids, given: dict[str, Any] = given) -> None:
+            model(ids, attention_mask=torch.ones_like(ids), **given)
+
+        around(run) if prompt == 2 else run()
+
+
+def calls_of(model: Any, implementation: str, steps: Any = last_step) -> dict[str, list[int]]:
     found = Calls()
 
     def profiled(run: Callable[[], None]) -> None:
@@ -153,7 +167,7 @@ def calls_of(model: Any, implementation: str) -> dict[str, list[int]]:
         finally:
             sys.setprofile(before)
 
-    last_step(model, implementation, profiled)
+    steps(model, implementation, profiled)
     return found.counts
 
 
@@ -187,6 +201,18 @@ def test_a_layer_takes_fewer_calls_and_operations(name: str) -> None:
     for other in others:
         assert max(ours["attention"][kinds:]) <= min(calls_of(model, other)["attention"])
         assert operations["attention"] < operations_of(model, other)["attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_layer_of_a_prompt_takes_as_few_calls(name: str) -> None:
+    """Layers behind the first one of their kind are launched directly, in prompts of new sizes.
+    Three calls note that the layer of the cache may grow."""
+    model = randomized(MODELS[name]())
+    ours = calls_of(model, "attnlib", third_prompt)["attention"]
+    kinds = 1 if name == "llama" else 2
+    assert len(ours) == LAYERS and max(ours[kinds:]) <= 6
+    assert max(ours[kinds:]) <= min(calls_of(model, "eager", third_prompt)["attention"])
 
 
 @pytest.mark.slow
