@@ -66,7 +66,7 @@ def _add_cases(made: CommandParser) -> None:
         "here)",
     )
     made.add_argument(
-        "--page",
+        "--block-size",
         type=count,
         metavar="N",
         help="block size of every case (default: that of each case)",
@@ -141,4 +141,4 @@ def _add_results(made: CommandParser) -> None:
         metavar="FILE",
         help="measure nothing: print, merge (--json) or plot (--figures) the results in FILEs",
     )
-    made.add_argument("--commit", help="attnlib's commit, for a copy without history")
+    made.add_argument("--commit", help="attnlib's commit; needed outside a git clone")

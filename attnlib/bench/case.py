@@ -167,7 +167,7 @@ class BenchCase:
     def fill(self, cache: PagedKVCache, query: torch.Tensor, placement: BlockPlacement) -> None:
         """Replace random contents of the cache and of the query; does nothing by default."""
 
-    def with_page(self, block_size: int) -> BenchCase:
+    def with_block_size(self, block_size: int) -> BenchCase:
         """The case with another block size, which is part of its name.
 
         Returns the same case if the size is equal.

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases: list[AnyCase] = [*_workload_cases(options)]
     else:
         default = "anchors" if device.type == "cuda" else "cpu"
-        cases = choose_cases(options.cases, options.suite, default, options.page)
+        cases = choose_cases(options.cases, options.suite, default, options.block_size)
     _refuse_figures(options, any(isinstance(case, StateCase) for case in cases))
     if options.list:
         for case in cases:
@@ -77,7 +77,7 @@ def _refuse_figures(options: argparse.Namespace, has_states: bool) -> None:
 def _workload_cases(options: argparse.Namespace) -> list[BenchCase]:
     if options.suite:
         raise ContractError("--suite and --workloads both choose the cases: pass one of them")
-    cases, left_out = workload_cases(Path(options.workloads), options.cases, options.page)
+    cases, left_out = workload_cases(Path(options.workloads), options.cases, options.block_size)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     return cases
@@ -202,8 +202,8 @@ def _finish(options: argparse.Namespace, document: Document, seconds: float) -> 
 
 def _show(options: argparse.Namespace) -> int:
     """Print, merge and plot results of earlier runs."""
-    chosen = ("cases", "suite", "backends", "workloads", "solutions", "page")
-    if given := [name for name in chosen if getattr(options, name)]:
+    chosen = ("cases", "suite", "backends", "workloads", "solutions", "block_size")
+    if given := [name.replace("_", "-") for name in chosen if getattr(options, name)]:
         raise ContractError(f"--from-json measures nothing: leave out {', '.join(given)}")
     document = merge([read_document(path) for path in options.from_json])
     _refuse_figures(options, any("work" in row.settings for row in document.rows))

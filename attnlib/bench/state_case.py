@@ -104,10 +104,10 @@ class StateCase:
         words += ["batch-invariant"] if self.batch_invariant else []
         return ", ".join([*words, "bfloat16"])
 
-    def with_page(self, block_size: int) -> StateCase:
+    def with_block_size(self, block_size: int) -> StateCase:
         """Raises: ContractError: a state layer has no pages."""
         raise ContractError(
-            f"--page {block_size}: {self.name} has states and no pages; leave it out"
+            f"--block-size {block_size}: {self.name} has states and no pages; leave it out"
         )
 
     def to_json(self) -> dict[str, Any]:

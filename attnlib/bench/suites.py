@@ -60,7 +60,7 @@ def known_cases() -> dict[str, AnyCase]:
 
 
 def choose_cases(
-    patterns: Sequence[str], suite: str | None, default: str, page: int | None = None
+    patterns: Sequence[str], suite: str | None, default: str, block_size: int | None = None
 ) -> list[AnyCase]:
     """The cases of a run, without duplicates, in the order of the patterns.
 
@@ -69,7 +69,7 @@ def choose_cases(
             the whole suite.
         suite: the suite to search; None searches all suites.
         default: the suite of a run without patterns and `suite`.
-        page: block size for every case; None keeps that of each case.
+        block_size: of every case; None keeps that of each case.
 
     Raises:
         ContractError: a pattern that matches no name and is not a case.
@@ -79,7 +79,7 @@ def choose_cases(
     for pattern in patterns:
         named = [case for name, case in pool.items() if fnmatchcase(name, pattern)]
         chosen += named or [_parsed(pattern, pool)]
-    paged = [case.with_page(page) if page else case for case in chosen]
+    paged = [case.with_block_size(block_size) if block_size else case for case in chosen]
     return list({case.name: case for case in paged}.values())
 
 

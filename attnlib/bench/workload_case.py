@@ -63,17 +63,17 @@ class WorkloadCase(BenchCase):
                 ]
                 write_slots(view, slots, stored.to(view.device), 1.0)
 
-    def with_page(self, block_size: int) -> BenchCase:
-        """See `BenchCase.with_page`.
+    def with_block_size(self, block_size: int) -> BenchCase:
+        """See `BenchCase.with_block_size`.
 
         Raises:
             ContractError: the workload has pages of another size.
         """
         if self.workload.definition.is_paged and block_size != self.block_size:
             raise ContractError(
-                f"case {self.name} has pages of {self.block_size} tokens: leave out --page"
+                f"case {self.name} has pages of {self.block_size} tokens: leave out --block-size"
             )
-        return super().with_page(block_size)
+        return super().with_block_size(block_size)
 
     def to_json(self) -> dict[str, Any]:
         """As `BenchCase.to_json`, with definition and id instead of the workload."""
@@ -87,14 +87,14 @@ class WorkloadCase(BenchCase):
 
 
 def workload_cases(
-    path: Path, patterns: Sequence[str] = (), page: int | None = None
+    path: Path, patterns: Sequence[str] = (), block_size: int | None = None
 ) -> tuple[list[BenchCase], list[str]]:
     """The cases of a trace set or of one of its workload files.
 
     Args:
         path: the root of a trace set, or a JSONL file below it.
         patterns: globs over names `DEFINITION/ID`; empty for all.
-        page: block size for packed keys and values; None means 16.
+        block_size: of packed keys and values; None means 16.
 
     Returns:
         The cases, and a line for each definition or workload that is left out.
@@ -117,7 +117,7 @@ def workload_cases(
         except ContractError as error:
             left_out.append(f"{name}: {error}")
             continue
-        cases[name] = case.with_page(page) if page else case
+        cases[name] = case.with_block_size(block_size) if block_size else case
     if not cases:
         reasons = "; ".join(left_out) or f"no workload matches {' '.join(patterns) or path}"
         raise ContractError(f"{path} has no workload to measure: {reasons}")

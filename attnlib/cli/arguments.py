@@ -117,8 +117,7 @@ def known_device(text: str) -> str:
     """A device that this machine may have; the command reports one that is missing."""
     if _resolved(text).is_hypothetical:
         raise argparse.ArgumentTypeError(
-            f"{text} is not available: running needs the device; use cpu, cuda or cuda:1, or run "
-            "on a machine that has it"
+            f"{text} is a GPU of another machine: use cpu, cuda or cuda:1, or run on that machine"
         )
     return text
 
@@ -128,8 +127,8 @@ def present_device(text: str) -> str:
     info = _resolved(text)
     if info.is_hypothetical or info.is_missing:
         raise argparse.ArgumentTypeError(
-            f"{text} is not available: measuring needs the device; use cpu, or run on a machine "
-            f"that has it (torch {torch.__version__})"
+            f"{text} is not available to torch {torch.__version__}: use cpu, or run on a machine "
+            "that has it"
         )
     return text
 

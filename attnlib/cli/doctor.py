@@ -79,7 +79,7 @@ def _guarded(section: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": f"{platform.python_version()}, {sys.executable}"}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
@@ -203,4 +203,3 @@ def _show(findings: dict[str, Any]) -> None:
         print(f"  {row['name']:<14} {'works' if row['works'] else '-':<6} {row['finding']}")
         for remark in row["remarks"]:
             print(f"  {'':<21} {remark}")
-    print(f"python {sys.executable}")

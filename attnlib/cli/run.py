@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        parser().error("there is no command: attnlib run -- transformers serve")
+        parser().error("no PROGRAM: for example, attnlib run script.py")
     return _become(_command(words), {**os.environ, "PYTHONPATH": _python_path()})
 
 
@@ -45,17 +45,19 @@ def _command(words: list[str]) -> list[str]:
     if first in ("-m", "-c"):
         return [sys.executable, *words]
     if first.startswith("-"):
-        raise ContractError(f"{first} is no option of attnlib run: write -- before the command")
+        raise ContractError(
+            f"{first} is not an option of attnlib run: write the program first, or -- before it"
+        )
     if first.endswith(".py"):
         if not Path(first).is_file():
-            raise ContractError(f"there is no file {first}")
+            raise ContractError(f"{first} does not exist: give the path of a Python file")
         return [sys.executable, *words]
     folders = (os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent))
     found = shutil.which(first, path=os.pathsep.join(folders))
     if found is None:
         raise ContractError(
-            f"there is no program {first} on PATH or beside {sys.executable}; a module is run by "
-            "-m MODULE, a script by its path with .py"
+            f"program {first} is neither on PATH nor beside {sys.executable}: give -m MODULE for a "
+            "module, or the path of a .py file"
         )
     return [found, *words[1:]]
 
@@ -80,8 +82,8 @@ def parser() -> CommandParser:
         "its first model, attnlib is registered, and becomes the attention of all models for which "
         "the program names none. Python programs that it starts do the same, except those with -I, "
         "-E or -S. Exit status and signals are those of the program.",
-        epilog="attnlib run -- transformers serve Qwen/Qwen3-0.6B    attnlib run script.py    "
-        "attnlib run -m package.module",
+        epilog="Examples: `attnlib run -- transformers serve Qwen/Qwen3-0.6B`, `attnlib run "
+        "script.py`, `attnlib run -m package.module`.",
     )
     made.add_argument(
         "program",

@@ -124,17 +124,8 @@ def specs_of(options: argparse.Namespace) -> dict[str, AttentionSpec]:
     fields = spec_fields(options)
     if options.config:
         return specs_from_config(options.config, **fields)
-    return {
-        "": AttentionSpec(
-            **{
-                "num_heads": 32,
-                "num_kv_heads": 8,
-                "head_size": 128,
-                "dtype": torch.bfloat16,
-                **fields,
-            }
-        )
-    }
+    heads = {} if "num_heads" in fields else {"num_heads": 32, "num_kv_heads": 8}
+    return {"": AttentionSpec(**{**heads, "head_size": 128, "dtype": torch.bfloat16, **fields})}
 
 
 def spec_fields(options: argparse.Namespace) -> dict[str, Any]:

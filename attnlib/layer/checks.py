@@ -119,10 +119,12 @@ def _check_tensor(
             f"or [tokens, {heads[0] * heads[1]}]"
         )
     if tensor.dtype != dtype:
-        raise ContractError(
-            f"{name} is {tensor.dtype}, the spec says {dtype}: convert it, or make layer and cache "
-            f"with a spec of dtype={tensor.dtype}"
+        other = (
+            f", or make layer and cache with a spec of dtype={tensor.dtype}"
+            if tensor.is_floating_point() and tensor.itemsize > 1
+            else ""
         )
+        raise ContractError(f"{name} is {tensor.dtype}, the spec says {dtype}: convert it{other}")
     if tensor.device != device:
         raise ContractError(
             f"{name} is on {tensor.device}, query on {device}: all tensors of a call must be on "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -120,6 +120,9 @@ class SelectionReport:
             else f"requested by {self.source}"
         )
         lines = [f"attnlib chose {self.chosen or 'no backend'} on {self.device} [{how}]"]
+        reasons = {c.reasons for c in candidates}
+        if len(candidates) > 1 and len(reasons) == 1 and not self.accepted:  # such as no GPU
+            candidates = [replace(candidates[0], name="all")]
         width = max((len(c.name) for c in candidates), default=0)
         for candidate in candidates:
             chosen = candidate.name == self.chosen

@@ -86,7 +86,9 @@ def verify_parser() -> CommandParser:
         metavar="S",
         help="with --certify: begin no kind of layer after S seconds; the others are not run",
     )
-    made.add_argument("--commit", help="commit of attnlib in a certificate, without git history")
+    made.add_argument(
+        "--commit", help="with --certify: attnlib's commit; needed outside a git clone"
+    )
     made.add_argument(
         "--jobs",
         type=workers,
@@ -111,10 +113,12 @@ def parity_parser() -> CommandParser:
 
 def replay_parser() -> CommandParser:
     """The arguments of `attnlib replay`."""
-    about = "Run a recorded call on a backend and compare the result with the oracle."
+    about = "Run a recorded call on a backend and compare the result with a reference in float64."
     made = CommandParser(prog="attnlib replay", description=about)
     made.add_argument(
-        "recording", type=input_file, help="a file written by shadow or save_recording"
+        "recording",
+        type=input_file,
+        help="a file that ATTNLIB_VALIDATE=2, attnlib.debug.record or attnlib.debug.shadow wrote",
     )
     made.add_argument("backend", help=REQUEST_HELP)
     made.add_argument(

@@ -131,7 +131,7 @@ def _run_certify(args: argparse.Namespace) -> int:
 
 def _run_parity_command(args: argparse.Namespace) -> int:
     """Run `parity` and return its exit code."""
-    from attnlib.errors import AttnlibError
+    from attnlib.errors import AttnlibError, BackendUnavailableError
     from attnlib.testing.parity import run_parity
 
     try:
@@ -140,7 +140,7 @@ def _run_parity_command(args: argparse.Namespace) -> int:
         )
     except AttnlibError as error:
         print(f"attnlib parity: {error}", file=sys.stderr)
-        return 2
+        return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
     if args.json != "-":
         print(report)
     _write_json(args.json, report.to_json())

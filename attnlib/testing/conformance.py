@@ -155,15 +155,11 @@ def make_target(
     """
     loaded = load_backend(backend)
     place = _choose_device(loaded, device)
-    if missing := [
-        *resolve_device(place).unavailable_reasons,
-        *loaded.unavailable(resolve_device(place)),
-    ]:
-        raise BackendUnavailableError(
-            f"{loaded.get_name()} is unavailable on {place}: {'; '.join(missing)}"
-        )
+    refuse_unavailable(loaded, place)
     if against is not None:
         peers: tuple[Backend, ...] = tuple(load_backend(peer) for peer in against)
+        for peer in peers:
+            refuse_unavailable(peer, place)
     else:
         is_torch = loaded.get_name() == "torch"
         peers = tuple(
@@ -180,6 +176,20 @@ def make_target(
                 f"{name} does not read {kv_format}: {'; '.join(reasons)}", backend=name
             )
     return target
+
+
+def refuse_unavailable(backend: Backend, device: torch.device) -> None:
+    """Refuse a backend that cannot run on a device.
+
+    Raises:
+        BackendUnavailableError: its package, compiler or device is not available; the message
+            names the next action.
+    """
+    info = resolve_device(device)
+    if missing := [*info.unavailable_reasons, *backend.unavailable(info)]:
+        raise BackendUnavailableError(
+            f"{backend.get_name()} is unavailable on {device}: {'; '.join(missing)}"
+        )
 
 
 def checks_of(target: BackendUnderTest) -> Sequence[Check]:

@@ -19,7 +19,7 @@ import torch
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
 from attnlib.testing.backend_under_test import load_backend
-from attnlib.testing.conformance import find_available_backends
+from attnlib.testing.conformance import find_available_backends, refuse_unavailable
 from attnlib.testing.outcome import Outcome
 from attnlib.testing.pair_cases import CALL_NAMES, PairCase
 from attnlib.testing.pair_run import Pair, ParityCell
@@ -135,6 +135,7 @@ def run_parity(
 
     Raises:
         ContractError: no backend is available, two have one name, or `only` selects no call.
+        BackendUnavailableError: a named backend cannot run on the device.
     """
     cells: list[ParityCell] = []
     selected = make_pairs(backends, device=device, seed=seed, only=only)
@@ -162,10 +163,10 @@ def make_pairs(
             and all of `backends`. None is `backends`.
 
     Raises:
-        ContractError: as in `run_parity`.
+        ContractError, BackendUnavailableError: as in `run_parity`.
     """
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    own = _named(backends) if backends else _available(place)
+    own = _named(backends, place) if backends else _available(place)
     if not own:
         raise ContractError(
             f"no backend is available on {place}: pass `backends`, or see `attnlib list`"
@@ -185,9 +186,13 @@ def make_pairs(
     return _grouped(selected)
 
 
-def _named(backends: Sequence[str | Backend]) -> dict[str, tuple[str, Backend]]:
+def _named(
+    backends: Sequence[str | Backend], device: torch.device
+) -> dict[str, tuple[str, Backend]]:
     """Name -> the backend as the caller named it, and its class."""
     loaded = [(backend, load_backend(backend)) for backend in backends]
+    for _, backend in loaded:
+        refuse_unavailable(backend, device)
     names = [backend.get_name() for _, backend in loaded]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
@@ -218,7 +223,7 @@ def _others(
 ) -> dict[str, tuple[str, Backend]]:
     """The backends of `against` that are not in `own`."""
     named = [backend for backend in against or () if backend != "all"]
-    found = _named(named)
+    found = _named(named, device)
     if against and "all" in against:
         found = _available(device) | found
     different = [name for name in found if name in own and found[name][1] is not own[name][1]]

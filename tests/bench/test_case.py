@@ -269,7 +269,7 @@ def test_choosing_cases() -> None:
 
 
 def test_the_block_size_is_part_of_the_name() -> None:
-    paged = choose_cases(["prefill-1x2k-*", "decode-1x1k"], None, "cpu", page=128)
+    paged = choose_cases(["prefill-1x2k-*", "decode-1x1k"], None, "cpu", block_size=128)
     assert [(case.name, case.block_size) for case in paged] == [
         ("prefill-1x2k-p128", 128),
         ("decode-1x1k-p128", 128),

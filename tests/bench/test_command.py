@@ -76,7 +76,7 @@ def test_wrong_and_failing_backends_set_the_exit_status(capsys: pytest.CaptureFi
     [
         (["decode-9x9"], "it is not the name of a case either: --list shows"),
         (["--backends", "tirton"], "Did you mean 'triton'"),
-        (["--device", "sm_90"], "measuring needs the device"),
+        (["--device", "sm_90"], "run on a machine that has it"),
         (["--from-json", "/no/such/file.json"], "'/no/such/file.json' does not exist"),
         (["--from-json", __file__], "cannot be read as a result"),
     ],

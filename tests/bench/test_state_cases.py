@@ -151,7 +151,10 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "it is not the name of a case either: --list shows the 72 names"),
-        (["*-decode-1x1", "--page", "16"], "--page 16: qwen3-next-decode-1x1 has states"),
+        (
+            ["*-decode-1x1", "--block-size", "16"],
+            "--block-size 16: qwen3-next-decode-1x1 has states",
+        ),
         (["*-decode-1x1", "--figures", "nowhere"], "--figures draws attention layers"),
         (["--workloads", "."], "--suite and --workloads both choose the cases"),
         (["--solutions", "nowhere"], "--solutions needs --workloads"),

@@ -113,9 +113,9 @@ def test_one_file_and_random_tensors(root: Path) -> None:
 
 
 def test_pages_of_a_workload_are_fixed(root: Path) -> None:
-    with pytest.raises(ContractError, match="has pages of 1 tokens: leave out --page"):
-        workload_cases(root, [f"{DECODE}/*"], page=32)
-    (case,), _ = workload_cases(root, [f"{RAGGED}/*"], page=32)
+    with pytest.raises(ContractError, match="has pages of 1 tokens: leave out --block-size"):
+        workload_cases(root, [f"{DECODE}/*"], block_size=32)
+    (case,), _ = workload_cases(root, [f"{RAGGED}/*"], block_size=32)
     assert case.block_size == 32
     assert main(["bench", "--workloads", str(root), "--suite", "cpu"]) == 2
 

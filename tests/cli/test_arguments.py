@@ -80,7 +80,7 @@ WRONG = [
     "audit-kv --formats fp3",
     "audit-kv --json FOLDER",
     "bench --device tpu",
-    "bench --page 0 --device cpu",
+    "bench --block-size 0 --device cpu",
     "bench --limit-seconds nan --device cpu",
     "bench --limit-seconds -1 --device cpu",
     "bench --backends , --device cpu q1s8",

@@ -82,7 +82,7 @@ def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )  # fmt: skip
     printed = capsys.readouterr().out
     assert status == 0 and not OBSERVERS
-    assert "embedded decoder, 4 layers" in printed and ", 56 tokens\n" in printed
+    assert "small decoder, 4 layers" in printed and ", 56 tokens\n" in printed
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if "_per_" in line}
     assert float(rows["int8_per_token_head"][3]) < float(rows["int4_per_group"][3])
     assert (tmp_path / "audit.svg").read_text().startswith("<?xml")
@@ -189,5 +189,5 @@ def test_without_the_extra_a_line_says_what_is_audited(
     arguments = ["audit-kv", "--device", "cpu", "--max-tokens", "40", "--formats", "fp8_e5m2"]
     assert main(arguments) == 0
     shown, hints = capsys.readouterr()
-    assert "KV formats on embedded decoder, 4 layers" in shown and ", 40 tokens\n" in shown
+    assert "KV formats on small decoder, 4 layers" in shown and ", 40 tokens\n" in shown
     assert hints.count("\n") == 1 and 'pip install "attnlib[model]"' in hints

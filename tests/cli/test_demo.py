@@ -321,7 +321,7 @@ def test_the_example_model_writes_text(
     )
     assert len(set(lengths)) > 8 and max(reused) > 0 and equal == generated
     assert shown.count("     -> ") == 12
-    assert re.search(r" [1-9]\d* preemptions", shown)
+    assert re.search(r"preemptions: [1-9]", shown)
     assert main(["demo", "--device", "cpu", "--requests", "2"]) == 0
     assert len(converted) == 1, "the second run loads the converted model"
 
@@ -359,7 +359,7 @@ def test_seeded_is_the_small_decoder_also_where_a_model_is_installed(
     converted = example_checkpoint.install(monkeypatch, tmp_path)
     arguments = ["--device", "cpu", "--model", "seeded", "--max-new-tokens", "2", "--requests", "2"]
     assert main(["demo", *arguments]) == 0
-    assert "embedded decoder, 4 layers" in capsys.readouterr().out and not converted
+    assert "small decoder, 4 layers" in capsys.readouterr().out and not converted
 
 
 def test_without_the_extra_the_demo_names_it(
@@ -371,7 +371,7 @@ def test_without_the_extra_the_demo_names_it(
     assert main(["demo", "--device", "cpu"]) == 0
     shown, hints = capsys.readouterr()
     assert hints.count("\n") == 1 and 'pip install "attnlib[model]"' in hints
-    assert "PASSED: 288/288" in shown and re.search(r" [1-9]\d* preemptions", shown)
+    assert "PASSED: 288/288" in shown and re.search(r"preemptions: [1-9]", shown)
     assert " -> tokens " in shown and "     -> " not in shown
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnlib.cli import main
 from attnlib.cli.hf_config import specs_from_config
@@ -96,6 +97,13 @@ def test_the_exit_status_without_a_backend(capsys: pytest.CaptureFixture[str]) -
     assert "attnlib chose no backend" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cuda"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("no CUDA device 0 is visible") == 1 and "  all  unavailable  " in shown
+
+
 def test_a_reason_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The combination is one reason, whichever of its fields is named first."""
     arguments = ["--batch-invariant", "--kv-cache-dtype", "int8_per_token_head", "--json"]
@@ -114,7 +122,7 @@ def test_help_names_every_format_of_the_cache(capsys: pytest.CaptureFixture[str]
 
 
 def test_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--num-heads", "7"]) == 2
+    assert main(["explain", "--num-heads", "7", "--num-kv-heads", "2"]) == 2
     assert "num_heads=7 is not a multiple" in capsys.readouterr().err
     assert (
         main(["explain", "--backend", "tirton"]) == 2

@@ -82,10 +82,10 @@ def test_a_program_beside_the_interpreter_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no command"),
-        (["no-such-program"], "there is no program no-such-program on PATH"),
-        (["no/such.py"], "there is no file no/such.py"),
-        (["--verbose", "x.py"], "--verbose is no option of attnlib run"),
+        ([], "no PROGRAM"),
+        (["no-such-program"], "program no-such-program is neither on PATH nor"),
+        (["no/such.py"], "no/such.py does not exist"),
+        (["--verbose", "x.py"], "--verbose is not an option of attnlib run"),
     ],
 )
 def test_what_cannot_run_is_refused(

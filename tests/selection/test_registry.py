@@ -242,7 +242,7 @@ def test_a_broken_plugin_causes_one_warning_with_both_names(provide: Provide) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attnlib.explain(SPEC, "cpu").reasons()["broken"][0].startswith("ModuleNotFoundError")
-    with pytest.raises(BackendUnavailableError, match=r"simulated|package version unknown"):
+    with pytest.raises(BackendUnavailableError, match="no_such_module_at_all"):
         _select("broken")
 
 

@@ -139,12 +139,11 @@ def package_version(*distributions: str) -> str:
 
 def environment_facts(device: DeviceInfo, distributions: Sequence[str]) -> str:
     """Versions that an ABI mismatch depends on: package, torch, C++ ABI, CUDA, device (I3)."""
-    packages = (
-        ", ".join(
-            f"{name} {version}" for name in distributions if (version := package_version(name))
-        )
-        or "package version unknown"
+    packages = ", ".join(
+        f"{name} {version}" for name in distributions if (version := package_version(name))
     )
-    abi = torch.compiled_with_cxx11_abi()
-    cuda = torch.version.cuda
-    return f"[{packages}; torch {torch.__version__}, cxx11 ABI {abi}, CUDA {cuda}; {device}]"
+    torch_facts = (
+        f"torch {torch.__version__}, cxx11 ABI {torch.compiled_with_cxx11_abi()}, "
+        f"CUDA {torch.version.cuda}"
+    )
+    return f"[{'; '.join(filter(None, (packages, torch_facts, str(device))))}]"

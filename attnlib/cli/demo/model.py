@@ -88,7 +88,7 @@ def seeded_model(device: torch.device, dtype: torch.dtype, seed: int, *, tiny: b
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
     shape = f"{layers} layers, {heads}/{kv_heads} heads of {hidden // heads}"
-    name = f"embedded decoder, {shape}, seed {seed}"
+    name = f"small decoder, {shape}, seed {seed}"
     return DemoModel(name, model, lambda text: list(text.encode()), None)
 
 

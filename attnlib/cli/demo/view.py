@@ -97,9 +97,9 @@ def show(
     )
     print(
         f"prompts: {numbers['prompt_tokens']} tokens, {numbers['reused_prompt_tokens']} of them "
-        f"reused from the cache; {numbers['preemptions']} preemptions\n"
+        f"reused from the cache; preemptions: {numbers['preemptions']}\n"
         f"cache: {numbers['peak_blocks']}/{numbers['cache_blocks']} blocks of "
-        f"{numbers['block']} at peak, {numbers['cache_mib']:.1f} MiB"
+        f"{numbers['block']} at peak, {numbers['cache_mib']:.2f} MiB"
     )
     if "expanded_cache_mib" in numbers:
         print(

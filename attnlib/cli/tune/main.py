@@ -85,7 +85,7 @@ def parser() -> CommandParser:
         help="start nothing after S seconds; the table holds what was measured by then",
     )
     made.add_argument("--quick", action="store_true", help="fewer shapes and candidates")
-    made.add_argument("--commit", help="attnlib's commit, for a copy without history")
+    made.add_argument("--commit", help="attnlib's commit; needed outside a git clone")
     add_spec_flags(made)
     return made
 
