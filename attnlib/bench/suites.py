@@ -88,5 +88,6 @@ def _parsed(pattern: str, pool: Mapping[str, AnyCase]) -> AnyCase:
         return parse_case(pattern)
     except ContractError as error:
         raise ContractError(
-            f"{error}; it is not the name of a case either: --list shows the {len(pool)} names"
+            f"{pattern!r} is neither one of the {len(pool)} names that --list shows nor a batch: "
+            f"{error}"
         ) from None

@@ -88,8 +88,9 @@ def _formats(names: str | None) -> list[AuditFormat]:
             found.append(named_format(name))
         except AttnlibError as error:
             labels = "; ".join(one.label for one in audit_formats())
-            text = f"is no label of {labels}, nor KEYS[,VALUES][+ROTATION]"
-            raise ContractError(f"--formats {name!r}: {error if ':' in name else text}") from None
+            text = f"is neither a label ({labels}) nor KEYS[,VALUES][+ROTATION]"
+            shown = f": {error}" if ":" in name else f" {text}"
+            raise ContractError(f"--formats {name!r}{shown}") from None
     return found
 
 

@@ -19,10 +19,10 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.backends.loading import check_backend_interface, serves_attention, serves_states
 from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
-from attnlib.errors import ContractError
+from attnlib.errors import BackendUnavailableError, ContractError
 from attnlib.testing.case import Case
 
-__all__ = ["BackendUnderTest", "load_backend"]
+__all__ = ["BackendUnderTest", "load_backend", "refuse_unavailable"]
 
 Backend = type[AttentionBackend]
 
@@ -46,6 +46,20 @@ def load_backend(backend: str | Backend) -> Backend:
         return load_requested(backend)
     check_backend_interface(backend, getattr(backend, "__qualname__", repr(backend)))
     return backend
+
+
+def refuse_unavailable(backend: Backend, device: torch.device) -> None:
+    """Refuse a backend that cannot run on a device.
+
+    Raises:
+        BackendUnavailableError: its package, compiler or device is not available; the message
+            names the next action.
+    """
+    info = resolve_device(device)
+    if missing := [*info.unavailable_reasons, *backend.unavailable(info)]:
+        raise BackendUnavailableError(
+            f"{backend.get_name()} is unavailable on {device}: {'; '.join(missing)}"
+        )
 
 
 @dataclass(frozen=True)

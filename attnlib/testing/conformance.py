@@ -16,9 +16,13 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.device import resolve_device
-from attnlib.errors import BackendUnavailableError, UnsupportedConfigError
+from attnlib.errors import UnsupportedConfigError
 from attnlib.kv_formats import load_kv_format
-from attnlib.testing.backend_under_test import BackendUnderTest, load_backend
+from attnlib.testing.backend_under_test import (
+    BackendUnderTest,
+    load_backend,
+    refuse_unavailable,
+)
 from attnlib.testing.check import Check, run_check, select_cases
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.checks.kv_format_caches import kv_format_case
@@ -176,20 +180,6 @@ def make_target(
                 f"{name} does not read {kv_format}: {'; '.join(reasons)}", backend=name
             )
     return target
-
-
-def refuse_unavailable(backend: Backend, device: torch.device) -> None:
-    """Refuse a backend that cannot run on a device.
-
-    Raises:
-        BackendUnavailableError: its package, compiler or device is not available; the message
-            names the next action.
-    """
-    info = resolve_device(device)
-    if missing := [*info.unavailable_reasons, *backend.unavailable(info)]:
-        raise BackendUnavailableError(
-            f"{backend.get_name()} is unavailable on {device}: {'; '.join(missing)}"
-        )
 
 
 def checks_of(target: BackendUnderTest) -> Sequence[Check]:

@@ -18,8 +18,8 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
-from attnlib.testing.backend_under_test import load_backend
-from attnlib.testing.conformance import find_available_backends, refuse_unavailable
+from attnlib.testing.backend_under_test import load_backend, refuse_unavailable
+from attnlib.testing.conformance import find_available_backends
 from attnlib.testing.outcome import Outcome
 from attnlib.testing.pair_cases import CALL_NAMES, PairCase
 from attnlib.testing.pair_run import Pair, ParityCell

@@ -74,7 +74,7 @@ def test_wrong_and_failing_backends_set_the_exit_status(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decode-9x9"], "it is not the name of a case either: --list shows"),
+        (["decode-9x9"], "names that --list shows nor a batch"),
         (["--backends", "tirton"], "Did you mean 'triton'"),
         (["--device", "sm_90"], "run on a machine that has it"),
         (["--from-json", "/no/such/file.json"], "'/no/such/file.json' does not exist"),

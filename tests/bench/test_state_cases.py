@@ -150,7 +150,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "it is not the name of a case either: --list shows the 72 names"),
+        (["nothing"], "'nothing' is neither one of the 72 names that --list shows nor a batch"),
         (
             ["*-decode-1x1", "--block-size", "16"],
             "--block-size 16: qwen3-next-decode-1x1 has states",

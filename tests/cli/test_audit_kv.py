@@ -166,7 +166,7 @@ def test_the_committed_results_hold_their_bars(name: str) -> None:
 def test_an_unknown_format_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit-kv", "--formats", "fp3"]) == 2
     err = capsys.readouterr().err
-    assert "--formats 'fp3': is no label of bfloat16; fp8_e4m3, scale 1" in err
+    assert "--formats 'fp3' is neither a label (bfloat16; fp8_e4m3, scale 1" in err
     assert main(["audit-kv", "--formats", "int8_per_token_head+hadamard,nvfp4"]) == 2
     assert "write KEYS,VALUES+ROTATION" in capsys.readouterr().err
 
