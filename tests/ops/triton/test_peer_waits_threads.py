@@ -18,11 +18,12 @@ FOLDER = Path(__file__).parents[3] / "attnlib" / "ops" / "triton"
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_warps_leave_a_wait_together(target: str) -> None:
     """A merge whose warps left one by one gave wrong results under load. Nothing is read before
-    the kernel before has ended."""
+    the kernel before has ended, and no wait begins before all words are sent."""
     kernels = compile_in_process("tests.ops.triton.waiting_threads", target)
     assert [each["warps"] for each in kernels if "merge" in each["kernel"]] == [4, 8, 2, 8, 2, 8]
     for kernel in kernels:
-        assert kernel["loops"], kernel
+        in_source, in_machine_code = kernel["sent"]
+        assert kernel["loops"] and 0 < in_source == in_machine_code, kernel
         assert kernel["overlaps"] == (target != "sm_80") and not kernel["reads_before"], kernel
         assert kernel["warps"] == 1 or not kernel["branches"], kernel
 
@@ -48,3 +49,12 @@ def test_a_branch_on_a_loaded_word_is_found() -> None:
     assert divergent(loop.replace("SHARED", alone)) == ["@%p2 bra $L_1;"]
     lines = loop.replace("SHARED", together).replace("; ld", ";\nld")
     assert divergent(lines) == []
+
+
+def test_words_that_are_sent_during_a_wait_are_found() -> None:
+    waiting_threads = pytest.importorskip("tests.ops.triton.waiting_threads")
+    ptx = "@%p1 st.global.v2.b64 [ %rd1 + 0 ], { %rd2, %rd3 };\nst.global.b64 [address], %rd4;"
+    store, read = "@P5 STG.E.128 desc[UR4][R2.64], R4 ;", "LDG.E.64.STRONG.SYS R4, [R8.64] ;"
+    assert waiting_threads.sent_words(ptx) == 1
+    assert waiting_threads.sent_before_waits(f"{store}\n{read}\nSTG.E.64 [R2], R4 ;") == 1
+    assert waiting_threads.sent_before_waits(f"{read}\n{store}") == 0

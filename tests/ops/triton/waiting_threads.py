@@ -6,6 +6,9 @@ prints a JSON line for each kernel of several warps. Needs a process that does n
 A word of another rank may arrive between the loads of two warps. If they then leave a loop one by
 one, they meet at different barriers, and values in shared memory are mixed. A branch may depend on
 such a word only through shared memory, from which all threads read the same.
+
+Nothing but their order in a thread lets words arrive before the other rank waits for the answer:
+the machine code must store all of them, whole, before it reads any of another rank.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.split_states import SplitStates
 from attnlib.ops.triton.peer_words import merge_words, share_words
 from tests.ops.triton.cross_compile import stub_target
+from tests.ops.triton.sass import disassemble
 
 __all__ = ["divergent_branches"]
 
@@ -61,6 +65,19 @@ def _reads_words(predicate: str, made_from: dict[str, list[tuple[str, list[str]]
     return False
 
 
+def sent_words(ptx: str) -> int:
+    """The stores of words, of 8 bytes or two of them; the record of an error is none."""
+    return len(re.findall(r"st\.global\.(?:v2\.)?b64 \[ ", ptx))
+
+
+def sent_before_waits(code: str) -> int:
+    """The stores of as many bytes in machine code before the first read of another rank's word, the
+    only loads that are ordered in the system. Error records come after it."""
+    sent, reads, _ = code.partition("STRONG.SYS")
+    assert reads, "no words are read"
+    return len(re.findall(r"\bSTG?\.E\.(?:64|128)\b", sent))
+
+
 def main(target: str) -> None:
     """Merges of heads of 512 elements and in float32, by 2 and 4 ranks."""
     cases = ((4, torch.bfloat16, 512), (2, torch.bfloat16, 512), (4, torch.float32, 128))
@@ -82,6 +99,10 @@ def main(target: str) -> None:
                     "warps": kernel.metadata.num_warps,
                     "loops": "ld.volatile" in kernel.asm["ptx"],
                     "overlaps": bool(wait),
+                    "sent": [
+                        sent_words(kernel.asm["ptx"]),
+                        sent_before_waits(disassemble(kernel.asm["cubin"])),
+                    ],
                     "reads_before": bool(wait) and bool(re.search(r"ld\.(global|vol)", before)),
                 }
                 print(json.dumps({"kernel": kernel.metadata.name, **row, "branches": found}))

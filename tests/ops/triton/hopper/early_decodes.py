@@ -27,6 +27,9 @@ EARLY: dict[str, dict[str, Any]] = {
         "bfloat16": {},
         "bfloat16, combined": {"counters": True},
         "bfloat16, uncombined, 2 tokens": {"uncombined": True, "batch": "q2s300_q1s9_q2s500"},
+        "bfloat16, uncombined, no keys": {
+            "uncombined": True, "batch": "q1s0_q1s300_q1s0_q1s900_q1s0",
+        },
         "int8, one warp, uncombined": {
             **_INT8, "tile": DecodeTile(64, 2, warps=2), "uncombined": True, "early": [],
         },
