@@ -61,8 +61,8 @@ def connect(
     if len(set(places)) < world_size:
         return ["two ranks are on one GPU"]
     own: torch.Tensor | None = None
-    buffers: PeerBuffers | None = None
-    problem = ""
+    handle: Any = None
+    offset, problem = 0, ""
     try:  # before the rendezvous, in which ranks wait for each other
         problem = _out_of_reach(index, uuids, [uuid for _, uuid in places])
         own = None if problem else _allocate(torch.device("cuda", index))
@@ -71,15 +71,22 @@ def connect(
     if not any(gather(problem)):
         assert own is not None  # no rank has a problem
         try:
-            buffers = _rendezvous(own, world_size, rank, process_group)
+            handle = _rendezvous(own, process_group)
+            offset = own.data_ptr() - handle.buffer_ptrs[rank]
         except Exception as error:
             problem = _not_shared(error)
-    if reasons := [each for each in gather(problem) if each]:
+    found = gather((problem, offset))
+    if reasons := [each for each, _ in found if each]:
         return reasons[:1]
-    assert buffers is not None
-    torch.cuda.synchronize(device)
-    gather(None)  # all buffers hold zeros
-    return buffers
+    buffers: PeerBuffers | list[str] = []
+    try:
+        assert own is not None
+        buffers = _buffers(handle, own, [each for _, each in found], rank, process_group)
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        problem = _not_shared(error)
+    # From here on all buffers hold zeros.
+    return [each for each in gather(problem) if each][:1] or buffers
 
 
 def report(known: PeerBuffers | list[str], process_group: Any) -> threading.Thread | None:
@@ -133,13 +140,23 @@ def _allocate(device: torch.device) -> torch.Tensor:
     return symmetric.empty(PeerBuffers.num_bytes(), dtype=torch.uint8, device=device).zero_()
 
 
-def _rendezvous(own: torch.Tensor, world_size: int, rank: int, process_group: Any) -> PeerBuffers:
-    """The buffers of all ranks, which wait for each other."""
+def _rendezvous(own: torch.Tensor, process_group: Any) -> Any:
+    """torch's handle of the memory of all ranks, which wait for each other."""
     from torch.distributed import _symmetric_memory as symmetric
 
+    return symmetric.rendezvous(own, process_group or dist.group.WORLD)
+
+
+def _buffers(
+    handle: Any, own: torch.Tensor, offsets: list[int], rank: int, process_group: Any
+) -> PeerBuffers:
+    """The buffers of all ranks, which begin at these offsets in the memory of the handle: torch may
+    take them from a larger block."""
+    found = [
+        handle.get_buffer(each, tuple(own.shape), torch.uint8, offset)
+        for each, offset in enumerate(offsets)
+    ]
     group: Any = process_group or dist.group.WORLD
-    handle = symmetric.rendezvous(own, group)
-    found = [handle.get_buffer(each, tuple(own.shape), torch.uint8) for each in range(world_size)]
     options = getattr(group._get_backend(own.device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return PeerBuffers.of(found, rank, own, handle, limit=timeout * _OF_TIMEOUT)

@@ -124,7 +124,7 @@ def test_an_exchange_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixtur
         buffers.check()
 
 
-@pytest.mark.parametrize("fails", ["reach", "_allocate", "_rendezvous", ""])
+@pytest.mark.parametrize("fails", ["reach", "_allocate", "_rendezvous", "_buffers", ""])
 def test_ranks_agree_when_one_cannot_share(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for each other only where all have memory."""
     met: list[int] = []
@@ -140,9 +140,14 @@ def test_ranks_agree_when_one_cannot_share(fails: str, monkeypatch: pytest.Monke
         part("_allocate", device.index)
         return zeros
 
-    def rendezvous(own: torch.Tensor, world_size: int, rank: int, group: Any) -> PeerBuffers:
-        met.append(rank)
-        part("_rendezvous", rank)
+    def rendezvous(own: torch.Tensor, process_group: int) -> Any:
+        met.append(process_group)
+        part("_rendezvous", process_group)
+        return SimpleNamespace(buffer_ptrs=[own.data_ptr()] * 2)
+
+    def buffers(handle: Any, own: torch.Tensor, offsets: list[int], rank: int, _: Any) -> Any:
+        part("_buffers", rank)
+        assert offsets == [0, 0]
         return PeerBuffers.of([own, own], rank)
 
     def gather_of(rank: int) -> Callable[[Any], list[Any]]:
@@ -168,19 +173,42 @@ def test_ranks_agree_when_one_cannot_share(fails: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(peers, "_allocate", allocate)
     monkeypatch.setattr(peers, "_rendezvous", rendezvous)
+    monkeypatch.setattr(peers, "_buffers", buffers)
 
     def connect(rank: int) -> PeerBuffers | list[str]:
-        return peers.connect(torch.device("cuda", rank), 2, rank, gather_of(rank), None)
+        return peers.connect(torch.device("cuda", rank), 2, rank, gather_of(rank), rank)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(connect, range(2))
-    assert sorted(met) == ([0, 1] if fails in ("_rendezvous", "") else [])
+    assert sorted(met) == ([0, 1] if fails in ("_rendezvous", "_buffers", "") else [])
     if not fails:
         assert isinstance(first, PeerBuffers) and isinstance(second, PeerBuffers)
         return
     assert isinstance(first, list) and first == second
     found = "cannot write" if fails == "reach" else "cannot be shared: RuntimeError: out of memory"
     assert found in first[0] and "lines" not in first[0]
+
+
+def test_buffers_inside_larger_blocks() -> None:
+    """torch takes memory that ranks share from a pool, and may give each rank another part of its
+    block. What is beside the buffers stays as it is."""
+    size, offsets = PeerBuffers.num_bytes(), [512, 0, 1024]
+    blocks = [torch.full((size + 2048,), 7, dtype=torch.uint8) for _ in offsets]
+
+    def get_buffer(rank: int, shape: tuple[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return blocks[rank][offset : offset + shape[0]].view(dtype)
+
+    handle = SimpleNamespace(get_buffer=get_buffer)
+    options = SimpleNamespace(_timeout=timedelta(seconds=10))
+    process_group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    for rank, offset in enumerate(offsets):
+        own = blocks[rank][offset : offset + size].zero_()
+        found = peers._buffers(handle, own, offsets, rank, process_group)
+        starts = [block.data_ptr() + each for block, each in zip(blocks, offsets, strict=True)]
+        assert found.distances.tolist() == [start - own.data_ptr() for start in starts]
+        assert found.limit == timedelta(seconds=9) and not found.share_counts.any()
+        beside = torch.cat((blocks[rank][:offset], blocks[rank][offset + size :]))
+        assert bool((beside == 7).all())
 
 
 def test_gpus_that_a_rank_does_not_see() -> None:
