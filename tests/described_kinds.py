@@ -3,7 +3,8 @@
     python -m tests.described_kinds
 
 The last line is a JSON object: GPU and kind of layer -> keys of its kernels. Under "noted" are
-those that the noted steps of the warm-up need, and under "table" those of an open format.
+those that the noted steps of the warm-up need, under "all forms" those of calls with rows of a
+fused tensor and with separate ones, and under "table" those of an open format.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,7 +21,7 @@ from attnlib.ahead_of_time.described import run_described
 from attnlib.cache.layout import LAYOUTS
 from attnlib.device import resolve_device
 from attnlib.kv_formats import register_kv_format
-from attnlib.layer import warmup
+from attnlib.layer import warmup, warmup_helpers
 from attnlib.layer.warmup_steps import run_steps
 from attnlib.ops.triton.launch import notes
 from attnlib.sparse.compressed_entries import CompressedEntries
@@ -50,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "alibi": {"has_alibi": True},
     "sink": {"has_sink": True, "sliding_window": 128, "head_size": 64},
     "chunks": {"attention_chunk_size": 64},
+    "narrow keys": {"num_kv_heads": 1, "head_size": 8},  # their rows are not aligned
     "encoder": {"attn_type": AttentionType.ENCODER_ONLY},
     "cross-attention": {"attn_type": AttentionType.ENCODER_DECODER},
     "per request": {"mask_kind": MaskKind.PER_REQUEST},
@@ -97,6 +100,8 @@ def main() -> None:
             warmup.run_steps = run_noted
             found["noted"] = {kind: keys_of(server, layer, False) for kind, layer in layers.items()}
             warmup.run_steps = run_steps
+            with mock.patch.object(warmup_helpers, "form_of", id):
+                found["all forms"] = {k: keys_of(server, one, False) for k, one in layers.items()}
     # Its kernels have shared memory that Triton does not count, and for which they ask the driver.
     layer = DescribedLayer(AttentionSpec(**BASE, kv_cache_dtype=register_kv_format(CUBES).name))
     found["table"] = {"sm_80": keys_of(server, layer, False)}

@@ -47,8 +47,8 @@ def main() -> None:
     survey.can_survey = lambda device: True  # also tensors of the CPU
     limits = replace(LIMITS, max_seq_len=int((sys.argv[1:] or [LIMITS.max_seq_len])[0]))
     chip = DescribedServer(resolve_device("H100"), limits).chip()
-    batches, own_run = [], warmup._run
-    warmup._run = lambda *call: (batches.append(call[3]), own_run(*call))
+    batches, own_run = [], warmup.run_forms
+    warmup.run_forms = lambda *call: (batches.append(call[3]), own_run(*call))
     with cpu_as_gpu(), limits_of_cpu(chip), torch.no_grad():
         server, draw = Server(), random.Random(0)
         memory = torch.zeros(

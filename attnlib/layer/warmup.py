@@ -29,16 +29,15 @@ from attnlib.layer.attention import Attention
 from attnlib.layer.state import StateLayer
 from attnlib.layer.state_warmup import run_state_batch, unused_batches
 from attnlib.layer.warmup_batches import (
-    extra_keys,
     long_batches,
     new_batch,
     new_tensors,
     warmup_batches,
 )
 from attnlib.layer.warmup_facts import kernel_facts
-from attnlib.layer.warmup_helpers import run_helpers, run_over
+from attnlib.layer.warmup_helpers import run_forms, run_helpers, run_over
 from attnlib.layer.warmup_steps import run_steps
-from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
+from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.dispatch import has_triton, runs_kernels
 from attnlib.ops.states import StepForm
@@ -176,13 +175,13 @@ def _steps(
         common = batch_of(lengths).replace(max_seq_len=bound)
         for kind in _kinds_of_kernels(layer):
             with kind:
-                _run(layer, cache, builder.build(0, common), sum(lengths), rows_of)
+                run_forms(layer, cache, builder.build(0, common), sum(lengths), rows_of)
 
     def run_others() -> None:
         for kind in _kinds_of_kernels(layer):
             with kind:
                 for metadata, num_tokens in builder.warmup_metadata(limits):
-                    _run(layer, cache, metadata, num_tokens, rows_of)
+                    run_forms(layer, cache, metadata, num_tokens, rows_of)
 
     pairs = ((lengths, bound) for lengths, bounds in batches.items() for bound in bounds)
     return [
@@ -234,17 +233,3 @@ def _warm_states(
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return _report(batches, started, new)
-
-
-def _run(
-    layer: Attention,
-    cache: PagedKVCache | None,
-    metadata: AttentionMetadata,
-    num_tokens: int,
-    rows_of: Callable[[int, bool], tuple[torch.Tensor, ...]],
-) -> None:
-    for fused in (True, False):
-        query, key, value = rows_of(num_tokens, fused)
-        extra = extra_keys(layer.spec, metadata, num_tokens, query.device)
-        for return_lse in (False, True) if layer.spec.needs_lse else (False,):
-            layer(query, key, value, cache, metadata, return_lse, **extra)

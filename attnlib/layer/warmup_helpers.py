@@ -1,9 +1,10 @@
-"""What a warm-up runs besides its batches: other kernels, and other caches."""
+"""What a step of a warm-up runs: the calls of a batch, other kernels, and other caches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from attnlib.cache.slots import compute_slot_mapping
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.attention import Attention
 from attnlib.layer.warmup_batches import extra_keys, new_batch, new_tensors
-from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import runs_kernels
 from attnlib.spec import AttentionSpec
 from attnlib.workspace import BatchLimits
 
-__all__ = ["run_helpers", "run_over"]
+__all__ = ["form_of", "run_forms", "run_helpers", "run_over"]
+
+_FACTOR = 16
+"""The largest factor of strides (elements) and of addresses (bytes) that matters."""
 
 
 def run_helpers(spec: AttentionSpec, device: torch.device) -> None:
@@ -61,3 +65,38 @@ def run_over(
     extra = extra_keys(spec, metadata, num_tokens, device)
     for cache in caches:
         layer(*rows, cache, metadata, **extra)
+
+
+def run_forms(
+    layer: Attention,
+    cache: PagedKVCache | None,
+    metadata: AttentionMetadata,
+    num_tokens: int,
+    rows_of: Callable[[int, bool], tuple[torch.Tensor, ...]],
+) -> None:
+    """Run a layer over rows of a fused tensor, and over separate ones if these need other kernels.
+
+    Args:
+        layer, cache: as of `warmup`.
+        metadata: of the batch.
+        num_tokens: of the batch.
+        rows_of: q, k and v of so many tokens, fused or not.
+    """
+    forms = set()
+    for fused in (True, False):
+        query, key, value = rows = rows_of(num_tokens, fused)
+        if (form := form_of(rows)) in forms:
+            continue
+        forms.add(form)
+        extra = extra_keys(layer.spec, metadata, num_tokens, query.device)
+        for return_lse in (False, True) if layer.spec.needs_lse else (False,):
+            layer(query, key, value, cache, metadata, return_lse, **extra)
+
+
+def form_of(rows: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """What kernels and their choice depend on of tensors of equal shapes: the factors of their
+    strides and addresses, by which Triton specializes kernels, too."""
+    return tuple(
+        (x.data_ptr() % _FACTOR, *((stride == 1, gcd(stride, _FACTOR)) for stride in x.stride()))
+        for x in rows
+    )
