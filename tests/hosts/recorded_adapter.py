@@ -4,13 +4,17 @@
 
 Masks that depend on the batch, cross-attention, and decode context parallelism on one rank of two,
 whose group repeats what it gathers. The last line is a JSON object: for each kind of layer the
-kernels of the warm-up, and the names of the kernels that batches needed besides.
+kernels of the warm-up, the names of the kernels that batches needed besides, and how many functions
+of attnlib the second layer of a decode step calls.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +26,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from attnlib.integrations.vllm import builder, context_parallel, impl
 from attnlib.parallel.group import RankGroup
 from tests.ops.triton.recorded_launches import recorded
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from call_trace import trace  # noqa: E402
 
 HEADS, SIZE, BLOCK, COLUMNS = 8, 128, 16, 64
 RANKS = 2
@@ -110,8 +117,8 @@ def fields_of(kind: str, draw: random.Random, seq_lens: list[int]) -> dict[str, 
 
 def step(
     layer: Any, group_builder: Any, query_lens: list[int], seq_lens: list[int], **fields: Any
-) -> None:
-    """One batch."""
+) -> Callable[[], object]:
+    """One batch; what the next layer of the group calls over it."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     lengths, tokens = torch.tensor(seq_lens, dtype=torch.int32), sum(query_lens)
     slots = torch.full((tokens,), -1)
@@ -129,6 +136,7 @@ def step(
     metadata = group_builder.build(0, batch)
     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
     layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output)
+    return lambda: layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, output)
 
 
 def late_kernels(kind: str) -> dict[str, Any]:
@@ -150,7 +158,11 @@ def late_kernels(kind: str) -> dict[str, Any]:
         )[0]
         served |= {record.kernel for record in launches}
     late = sorted(kernel.split()[0] for kernel in served - warmed)
-    return {"warmed": len(warmed), "served": len(served), "late": late}
+    fields = fields_of(kind, draw, [9, 9])
+    for _ in range(3):
+        repeat = step(layer, group_builder, [1, 1], [9, 9], **fields)
+    calls = trace(repeat)[1]
+    return {"warmed": len(warmed), "served": len(served), "late": late, "calls": calls}
 
 
 if __name__ == "__main__":

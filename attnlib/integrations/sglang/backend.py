@@ -202,7 +202,7 @@ class AttnlibAttentionBackend(AttentionBackend):
             k = k.view(-1, spec.num_kv_heads, spec.head_size)
             v = v.view(-1, spec.num_kv_heads, spec.head_size_v)
         check_keys(layer, spec, saved=save_kv_cache, given=k is not None, batch=forward_batch)
-        output: torch.Tensor = attention.forward(query, k, v, cache, batch)
+        output: torch.Tensor = attention(query, k, v, cache, batch)
         return output.view(-1, spec.num_heads * spec.head_size_v)
 
     def _has_tree(self, batch: Any) -> bool:

@@ -238,7 +238,7 @@ class AttnlibImpl(AttentionImpl):
         batch = attn_metadata.batches[attention.spec]
         if self.spec.is_paged:
             key = value = None
-        attention.forward(query, key, value, self._cache, batch, output=output)
+        attention(query, key, value, self._cache, batch, output=output)
         return output
 
     def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:

@@ -122,6 +122,7 @@ class BoundLaunch:
         "_direct",
         "_grid",
         "_kernel",
+        "_submit",
         "hooks",
     )
 
@@ -131,6 +132,7 @@ class BoundLaunch:
         self._constants = constants
         self._compiled: object = None
         self._direct: DirectLaunch | None = None
+        self._submit: Submit | None = None
         self.hooks: Any = getattr(kernel, "pre_run_hooks", ())
         settle_keys(kernel, *constants.values())
         if raw("ATTNLIB_KERNELS") and not runs_kernels(_CPU):  # else a GPU is described
@@ -204,8 +206,10 @@ class BoundLaunch:
         """
         aligned = not addresses & ALIGNMENT
         if aligned and self.is_direct and not launches_observed():
-            given = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-            self.bind(True, True, given)(current_stream(index))
+            given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+            if self._submit is None:
+                self._submit = self.bind(True, True, (CHANGES,) * len(given))
+            self._submit(current_stream(index), *given)
         else:
             self.by_triton(arguments, aligned)
 
