@@ -27,7 +27,7 @@ class KVRotation:
         seed: of the signs.
 
     Raises:
-        ContractError: neither keys nor values, or a seed that is no integer of at least 0.
+        ContractError: neither keys nor values, or a seed that is not an integer of at least 0.
     """
 
     keys: bool = True

@@ -56,7 +56,8 @@ def _add_cases(made: CommandParser) -> None:
     made.add_argument(
         "--suite",
         choices=tuple(SUITES),
-        help="named cases (default: anchors on a GPU, cpu elsewhere)",
+        help="named cases, which --list prints (default: anchors, the published rows, on a GPU; "
+        "cpu elsewhere)",
     )
     made.add_argument(
         "--backends",

@@ -35,7 +35,7 @@ def read_workloads(path: Path) -> Iterator[Workload | str]:
         A workload of a kernel that attnlib computes, or why a definition is left out.
 
     Raises:
-        ContractError: no trace set, or a line that is no workload.
+        ContractError: no trace set, or a line that is not a workload.
     """
     root = path if path.is_dir() else _root_of(path)
     definitions = read_definitions(root)

@@ -47,7 +47,7 @@ class Definition:
         """The definition in a JSON file.
 
         Raises:
-            ContractError: the file is no definition.
+            ContractError: the file is not a definition.
         """
         try:
             data = json.loads(path.read_text())

@@ -194,8 +194,8 @@ class EngineLayouts:
             per_token = (num_kv_heads or 0) * (head_size or 0)
             if per_token < 1 or pool.shape[2] % per_token:
                 raise ContractError(
-                    f"buffer {tuple(pool.shape)} has {pool.shape[2]} elements per page, which is "
-                    f"no multiple of num_kv_heads={num_kv_heads} times head_size={head_size}: "
+                    f"buffer {tuple(pool.shape)} has {pool.shape[2]} elements per page, not a "
+                    f"multiple of num_kv_heads={num_kv_heads} times head_size={head_size}: "
                     "pass both",
                     rule="P1",
                 )

@@ -112,7 +112,7 @@ class HybridBlockAllocator:
 
         Raises:
             CacheExhaustedError: fewer blocks are free; none is allocated.
-            ContractError: `num_tokens` is no count.
+            ContractError: `num_tokens` is not a count.
         """
         missing, slots = self._needed(sequence, num_tokens)
         fresh = self.pool.allocate(sum(missing.values()) + sum(slots.values()))

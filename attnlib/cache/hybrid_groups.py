@@ -174,7 +174,7 @@ def with_equal_blocks(groups: Mapping[str, Any]) -> dict[str, Any]:
         groups: group name -> group, with the smallest block size that its kernels support.
 
     Raises:
-        ContractError: a value is no group.
+        ContractError: a value is not a group.
     """
     check_groups(groups)
     keys = {name: group for name, group in groups.items() if isinstance(group, KVCacheGroup)}

@@ -64,7 +64,7 @@ def check_written(**caches: torch.Tensor) -> None:
         if elements_overlap(cache):
             raise ContractError(
                 f"{name} has strides {cache.stride()} for shape {tuple(cache.shape)}, so that "
-                "tokens share memory, and one would overwrite another: pass memory of its own for "
+                "tokens share memory, and one would overwrite another: pass separate memory for "
                 "each token",
                 rule="P1",
             )

@@ -135,7 +135,7 @@ def page_views(
     """
     if layout.upper() not in PAGE_LAYOUTS:
         raise LayoutMismatchError(
-            f"kv_cache_layout={layout!r} is no layout of kv_cache_dtype={stored[0].name}, whose "
+            f"kv_cache_layout={layout!r} is not a layout of kv_cache_dtype={stored[0].name}, whose "
             f"pages hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
         )
     layout = layout.upper()

@@ -207,13 +207,13 @@ def token_count(token_ids: TokenIds) -> int:
     """Number of token ids.
 
     Raises:
-        ContractError: they are no sequence.
+        ContractError: they are not a sequence.
     """
     try:
         return len(token_ids)
     except TypeError:
         raise ContractError(
-            f"token_ids={shortened(token_ids)} is no sequence: pass an integer tensor [T] or a "
+            f"token_ids={shortened(token_ids)} is not a sequence: pass an integer tensor [T] or a "
             "list of integers"
         ) from None
 

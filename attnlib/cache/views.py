@@ -53,7 +53,7 @@ def check_views(key: torch.Tensor, value: torch.Tensor, one_dtype: bool = True) 
 
     Raises:
         ContractError: another number of dimensions, sizes, dtypes or devices that disagree, or
-            values in the memory of the keys that are no prefix of them.
+            values in the memory of the keys that are not a prefix of them.
     """
     for name, view in (("key_cache", key), ("value_cache", value)):
         if not isinstance(view, torch.Tensor):

@@ -22,7 +22,7 @@ class StateCapabilities(Declaration):
         devices, min_capability, max_capability, rocm: as in `Capabilities`.
         dtypes, state_dtypes, key_sizes, value_sizes, updates, decays: values of the fields of
             the spec with these names.
-        conv_widths, conv_activations, chunk_sizes: likewise; "none" is no activation.
+        conv_widths, conv_activations, chunk_sizes: likewise; "none" is not an activation.
         group_sizes: state heads per key head (T4).
         beta, skip, qk_norm, conv_bias, batch_invariant: the features with these names.
         forms: forms of a slot, the preferred one first (T9).

@@ -32,7 +32,7 @@ def score_fields(function: ScoreFunction) -> dict[str, Any]:
             if value.__module__ == "__main__":
                 raise ContractError(
                     f"a call with score function {function} cannot be recorded: {name} is defined "
-                    "in __main__, which a replay cannot import; define it in a module of its own"
+                    "in __main__, which a replay cannot import; define it in another module"
                 )
             values[name] = f"{value.__module__}:{value.__qualname__}"
     return values

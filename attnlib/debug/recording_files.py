@@ -46,7 +46,7 @@ def read_file(path: Path) -> Any:
     """The content of a file of `torch.save`.
 
     Raises:
-        ContractError: it is no such file.
+        ContractError: it is not such a file.
     """
     if not path.is_file():
         raise ContractError(f"{path} is not a file: give a file of save_recording or record_calls")

@@ -168,7 +168,7 @@ def is_state_recording(path: str | Path) -> bool:
     """Whether a file is a recorded call of a state layer.
 
     Raises:
-        ContractError: it is no file of `torch.save`.
+        ContractError: it is not a file of `torch.save`.
     """
     data = read_file(Path(path))
     return isinstance(data, dict) and KEY_OF_STATES in data

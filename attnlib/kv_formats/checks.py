@@ -76,7 +76,7 @@ def _check_storage(stored: KVFormat) -> None:
         raise _refuse(
             stored,
             "head_size_multiple",
-            f"heads of {multiple} elements of {stored.bits} bits are no whole bytes; use a "
+            f"heads of {multiple} elements of {stored.bits} bits are not whole bytes; use a "
             f"multiple of {8 // math.gcd(8, stored.bits)}",
         )
     if group and multiple % group:
@@ -120,8 +120,8 @@ def _check_conversions(stored: KVFormat) -> None:
     is_table = isinstance(stored.number, tuple) and len(stored.number) == 16
     if stored.bits != 4 or not is_table or not all(map(_is_finite, stored.number)):
         raise ContractError(
-            f"number of KV format {stored.name!r} is no function and no tuple of 16 finite numbers "
-            "for 4 bits: give one of them",
+            f"number of KV format {stored.name!r} is neither a function nor a tuple of 16 finite "
+            "numbers for 4 bits: give one of them",
             rule="P16",
         )
 

@@ -48,7 +48,9 @@ def register_kv_format(stored: KVFormat) -> KVFormat:
         RegistrationError: no `KVFormat`, a name without a package, or the name of another format.
     """
     if not isinstance(stored, KVFormat):
-        raise RegistrationError(f"{stored!r} is no KV format: make an attnlib.kv_formats.KVFormat")
+        raise RegistrationError(
+            f"{stored!r} is not a KV format: make an attnlib.kv_formats.KVFormat"
+        )
     if not stored.is_open:
         raise RegistrationError(
             f"KV format {stored.name!r} needs a name of the form package:name; other names are "
@@ -175,7 +177,7 @@ def _load(point: EntryPoint) -> KVFormat:
 
     Raises:
         ContractError: it cannot be imported.
-        RegistrationError: it is no open format.
+        RegistrationError: it is not an open format.
     """
     try:
         found = point.load()

@@ -197,7 +197,7 @@ def check_output(spec: AttentionSpec, call: LayerCall) -> None:
     if elements_overlap(output):
         raise ContractError(
             f"output has strides {output.stride()} for shape {tuple(output.shape)}, so that rows "
-            "share memory: pass memory of its own for each row",
+            "share memory: pass separate memory for each row",
             rule="P9",
         )
 

@@ -36,7 +36,7 @@ def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None
     on addresses.
 
     Raises:
-        ContractError: they have memory in common, or the output is no tensor or, outside of
+        ContractError: they have memory in common, or the output is not a tensor or, outside of
             inference mode, was made in it.
     """
     if not isinstance(output, torch.Tensor):

@@ -143,8 +143,8 @@ def table_and_slots(
     if bool((blocks < 0).any()):
         token = _first(blocks < 0)
         raise ContractError(
-            f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} is no "
-            f"block, but request {request[token]} writes position {position[token]} to it",
+            f"block_table[{request[token]}][{position[token] // block_size}]={blocks[token]} "
+            f"is not a block, but request {request[token]} writes position {position[token]} to it",
             rule="P3",
         )
     return table, (blocks * block_size + position % block_size).to(device, non_blocking=True)

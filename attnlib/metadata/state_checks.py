@@ -77,7 +77,7 @@ def check_size(limits: BatchLimits, reqs: int, query_len: int) -> None:
     """Whether a capture is within the limits.
 
     Raises:
-        ContractError: it is not, or a number is no count.
+        ContractError: it is not, or a number is not a count.
     """
     reqs, query_len = as_count("requests", reqs), as_count("query_len", query_len)
     if reqs > limits.max_num_reqs or reqs * query_len > limits.max_num_tokens:

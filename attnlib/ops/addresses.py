@@ -181,7 +181,7 @@ def as_id(what: str, block: Any, position: int | None = None) -> int:
         position: its index, for the message; None for a single id.
 
     Raises:
-        ContractError: it is no integer.
+        ContractError: it is not an integer.
     """
     try:
         if isinstance(block, bool):
@@ -230,7 +230,7 @@ def as_count(name: str, count: Any, least: int = 0) -> int:
         least: the smallest that is allowed.
 
     Raises:
-        ContractError: it is no integer, or below `least`.
+        ContractError: it is not an integer, or below `least`.
     """
     found = as_id(name, count)
     if found < least:

@@ -72,7 +72,7 @@ class AttentionParams:
             raise ContractError(f"scale={self.scale} must be finite", rule="M3")
         if min(self.window) < -1:
             raise ContractError(
-                f"window={self.window} must have sides of at least 0, or -1 for unbounded",
+                f"window={self.window} must be two integers of at least 0, or -1 for unbounded",
                 rule="M2",
             )
         if self.attention_chunk_size < 0:

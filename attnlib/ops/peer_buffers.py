@@ -104,8 +104,9 @@ class PeerBuffers(NamedTuple):
         own = f"rank {self.rank} of {len(self.distances)}"
         if found >> 48 > 2:
             return ContractError(
-                f"{own}: {exchange} ran beside another one, on a second stream: let one stream "
-                f"wait for the other, or give the layers exchange='all_to_all', and {end}",
+                f"{own}: {exchange} ran at the same time as another one, on a second stream: "
+                "let one stream wait for the other, or give the layers exchange='all_to_all', "
+                f"and {end}",
                 rule="X6",
             )
         return RankLostError(

@@ -19,7 +19,7 @@ class SplitStates(NamedTuple):
         headers: `[T * Hkv]` int32, of each token and KV head: bits 0 to 8 the number of splits,
             bits 9 to 14 the first row of the token, from bit 15 on the first partial result. States
             of one split are in the output.
-        starts: `[R + 1]` int32; tokens from the last one on are no part of the batch.
+        starts: `[R + 1]` int32; tokens from the last one on are not part of the batch.
         rows: of a partial result.
     """
 

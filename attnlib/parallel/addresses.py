@@ -36,7 +36,7 @@ def table_of(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
     """A block table `[R, columns]` int32, from a tensor of integers or from lists of any lengths.
 
     Raises:
-        ContractError: another number of dimensions, or elements that are no integers.
+        ContractError: another number of dimensions, or elements that are not integers.
     """
     if not isinstance(rows, Tensor):
         try:

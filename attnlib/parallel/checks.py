@@ -198,7 +198,7 @@ def check_own_cache(
     """Whether a cache has the form that a layer needs, to write the keys that are given.
 
     Raises:
-        ContractError: it has not, or is no cache.
+        ContractError: it has not, or is not a cache.
         LayoutMismatchError: the backend does not read its memory layout.
     """
     if not isinstance(cache, PagedKVCache):

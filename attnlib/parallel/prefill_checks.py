@@ -69,7 +69,7 @@ def checked_prompts(
     """The new tokens and the context of each prompt; arguments of `PrefillBuilder.build`.
 
     Raises:
-        ContractError: lengths that are no integers of at least 0, lengths and rows of the table
+        ContractError: lengths that are not integers of at least 0, lengths and rows of the table
             that do not fit each other, or, on a CPU, no block where the rank has keys.
     """
     lengths = _counts("prompt_lens", prompt_lens)

@@ -20,8 +20,8 @@ def check_names(function: ScoreFunction, most_tensors: int) -> None:
     """Check the names of constants and tensors.
 
     Raises:
-        ContractError: a name that is no identifier or occurs twice, a constant that is no number,
-            or too many tensors.
+        ContractError: a name that is not an identifier or occurs twice, a constant that is not a
+            number, or too many tensors.
     """
     names = [*function.tensor_names, *(name for name, _ in function.constants)]
     for name in names:

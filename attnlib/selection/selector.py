@@ -109,7 +109,7 @@ def explain(
 
     Raises:
         UnknownBackendError: a name that is not registered.
-        ContractError: `spec` is no specification.
+        ContractError: `spec` is not a specification.
     """
     if not isinstance(spec, StateSpec):
         AttentionSpec.check_kind(spec, "explain")

@@ -35,7 +35,7 @@ def tree_spec(spec: AttentionSpec) -> AttentionSpec:
     if before is not None or chunk is not None or spec.has_alibi:
         if tree is not None:
             raise ContractError(
-                f"score_function={tree} beside a window, chunks or ALiBi: a layer has one score "
+                f"score_function={tree} with a window, chunks or ALiBi: a layer has one score "
                 "function, so write one for all of them over "
                 "attnlib.score_functions.trees.tree_position",
                 rule="M20",

@@ -182,7 +182,7 @@ def test_a_refused_commit_makes_nothing_findable() -> None:
     with pytest.raises(ContractError, match=f"block {held} is given 2 times in block_ids"):
         pool.commit([1, 2, 3, 4], [held, held])
     assert pool.acquire_prefix([1, 2, 3, 4, 5]).block_ids == ()
-    with pytest.raises(ContractError, match="token_ids=None is no sequence"):
+    with pytest.raises(ContractError, match="token_ids=None is not a sequence"):
         pool.commit(None, [held])
     assert pool.make_writable(held) == (held, None)
 

@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pool": (
         lambda: Cache.from_tensorrt_llm(torch.zeros(B, 2, 100), "HND", num_kv_heads=3, head_size=8),
-        "100 elements per page, which is no multiple of num_kv_heads=3 times head_size=8",
+        "100 elements per page, not a multiple of num_kv_heads=3 times head_size=8",
     ),
     "unknown layer": (
         lambda: Cache.from_transformers(SimpleNamespace(layer_to_allocator={}), 4),

@@ -122,7 +122,9 @@ def test_what_is_refused() -> None:
         attnlib.PagedKVCache.allocate(SPEC, 4, "cpu", k_scale=0.5)
     with pytest.raises(ContractError, match="k_scale is 0.5 .* has its scales in the page"):
         cache.k_scale = 0.5
-    with pytest.raises(LayoutMismatchError, match="'NHD' is no layout of kv_cache_dtype=int8_per"):
+    with pytest.raises(
+        LayoutMismatchError, match="'NHD' is not a layout of kv_cache_dtype=int8_per"
+    ):
         attnlib.PagedKVCache.allocate(SPEC, 4, "cpu", "NHD")
     with pytest.raises(ContractError, match="must be uint8 .blocks, at least 1568"):
         attnlib.PagedKVCache.from_pages(torch.zeros(4, 100, dtype=torch.uint8), SPEC)

@@ -15,7 +15,7 @@ LATE = "RankLostError: rank 0 of 2 waited 1 s for rank 1 in exchange 2 of"
 ERRORS = {
     "queries": f"{LATE} queries by memory",
     "results": f"{LATE} results by memory",
-    "streams": "ContractError: rank 0 of 2: exchange 2 of queries by memory ran beside another one",
+    "streams": "ContractError: rank 0 of 2: exchange 2 of queries by memory ran at the same time",
 }
 
 

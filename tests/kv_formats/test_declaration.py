@@ -22,7 +22,7 @@ from attnlib.kv_formats import PAGE_FORMATS, KVFormat, plain_format
         ({"version": 0}, "version=0: it must be an integer of at least 1"),
         ({"version": True}, "version=True: it must be an integer"),
         ({"bits": 0}, "bits=0: it must be an integer of at least 1"),
-        ({"bits": 3}, "heads of 2 elements of 3 bits are no whole bytes; use a multiple of 8"),
+        ({"bits": 3}, "heads of 2 elements of 3 bits are not whole bytes; use a multiple of 8"),
         ({"head_size_multiple": 1}, "use a multiple of 2"),
         ({"dtype": torch.float16}, "elements must have one byte"),
         ({"dtype": "uint8"}, "elements must have one byte"),

@@ -201,7 +201,9 @@ def test_what_has_no_device_function(rotated4: KVFormat) -> None:
     with pytest.raises(ContractError, match=f"has bits=2: {advice}"):
         replace(SQUARES, bits=2, head_size_multiple=4)
     for numbers in ((1.0,) * 15, (torch.nan,) * 16, [1.0] * 16):
-        with pytest.raises(ContractError, match="no function and no tuple of 16 finite numbers"):
+        with pytest.raises(
+            ContractError, match="neither a function nor a tuple of 16 finite numbers"
+        ):
             replace(rotated4, number=numbers)
     with pytest.raises(ContractError, match=f"has elements_per_group=32: {advice}"):
         replace(rotated4, groups_per_head=0, elements_per_group=32, head_size_multiple=32)
@@ -219,7 +221,7 @@ def test_what_has_no_device_function(rotated4: KVFormat) -> None:
             attnlib.get_attn_backend(_spec(plain.name), backend="triton", device="cpu")
     finally:
         unregister_kv_format(plain.name)
-    for other, reason in (("auto", "a side in the dtype of the model"), ("mxfp4", "beside mxfp4")):
+    for other, reason in (("auto", "values in the dtype of the model"), ("mxfp4", "with mxfp4")):
         spec = _spec(rotated4.name, value_cache_dtype=other)
         with pytest.raises(UnsupportedConfigError, match=reason):
             attnlib.get_attn_backend(spec, backend="triton", device="cpu")

@@ -37,7 +37,7 @@ def test_what_cannot_be_registered(rotated4: KVFormat) -> None:
         register_kv_format(replace(rotated4, version=2))
     with pytest.raises(RegistrationError, match="needs a name of the form package:name"):
         register_kv_format(replace(rotated4, name="nvfp4"))
-    with pytest.raises(RegistrationError, match="is no KV format"):
+    with pytest.raises(RegistrationError, match="is not a KV format"):
         register_kv_format("example:rotated4")  # type: ignore[arg-type]  # what is refused
     for name in ("nvfp4", "example:other"):
         with pytest.raises(RegistrationError, match="no open KV format"):
@@ -89,7 +89,7 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="no_such_module"):
         assert installed_kv_formats() == []
     _point(monkeypatch, "attnlib.errors:ContractError")
-    with pytest.raises(RegistrationError, match="is no KV format"):
+    with pytest.raises(RegistrationError, match="is not a KV format"):
         find_kv_format("example:rotated4")
 
 

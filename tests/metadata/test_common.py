@@ -74,7 +74,7 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ({"block_table": [[9, 2]]}, "block_table has 1 rows for 2 requests"),
         (
             {"block_table": [[9, -1], [4]]},
-            r"block_table\[0\]\[1\]=-1 is no block, but request 0 writes position 4",
+            r"block_table\[0\]\[1\]=-1 is not a block, but request 0 writes position 4",
         ),
         ({"block_size": None}, "block_size=None must be given"),
         ({"block_size": 0}, "block_size=0 must be given"),

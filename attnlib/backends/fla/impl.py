@@ -33,7 +33,7 @@ class FlaStateImpl(PackedStateImpl):
     """Log decays are natural logarithms there too; states are asked for as `[Dv, Dk]`.
 
     Raises:
-        ContractError: the setting `chunk_from` is no count.
+        ContractError: the setting `chunk_from` is not a count.
     """
 
     def __init__(self, spec: StateSpec, **kwargs: Any) -> None:

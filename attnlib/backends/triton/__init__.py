@@ -209,9 +209,11 @@ def _unread_formats(spec: AttentionSpec) -> list[str]:
         if one.is_open and one.number is None
     ]
     if not all(one.scales_in_page for one in sides.values()):
-        reasons.append("open KV format beside a side in the dtype of the model: not supported")
+        reasons.append(
+            "open KV format with keys or values in the dtype of the model: not supported"
+        )
     if "mxfp4" in sides:
-        reasons.append("open KV format beside mxfp4: not supported")  # no 16-bit products hold both
+        reasons.append("open KV format with mxfp4: not supported")  # no 16-bit products hold both
     return reasons
 
 

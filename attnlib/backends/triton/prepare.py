@@ -182,7 +182,7 @@ def _prepare_invariant(step: Step) -> _Parts:
 
 
 def _fixed_values(step: Step) -> dict[Source, Any]:
-    """Slopes, sinks and scales that are no tensors: part of the signature of a call. Tensors are
+    """Slopes, sinks and scales that are not tensors: part of the signature of a call. Tensors are
     read at each call."""
     spec, cache = step.impl.spec, step.call.cache
     scales = {K_SCALE: cache.k_scale, V_SCALE: cache.v_scale}

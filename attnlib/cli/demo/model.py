@@ -104,7 +104,7 @@ def pretrained_model(path: str, device: torch.device, dtype: torch.dtype) -> Dem
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-            raise ValueError("there are no files of a tokenizer")  # transformers makes an empty one
+            raise ValueError("the folder has no tokenizer files")  # transformers makes an empty one
         part = "model"
         model = (
             AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")

@@ -119,8 +119,8 @@ def check_tensor(
         dtype: the dtype that it must have.
 
     Raises:
-        FlashAttentionArgumentError: it is no tensor, or has another number of dimensions, dtype or
-            device.
+        FlashAttentionArgumentError: it is not a tensor, or has another number of dimensions,
+            dtype or device.
     """
     if not isinstance(tensor, torch.Tensor):
         raise FlashAttentionArgumentError(
@@ -147,7 +147,7 @@ def last_stride_1(tensor: torch.Tensor) -> torch.Tensor:
     FlashAttention, and without a negation that torch applies when it reads.
 
     Raises:
-        FlashAttentionArgumentError: it is no tensor, or one without dimensions.
+        FlashAttentionArgumentError: it is not a tensor, or one without dimensions.
     """
     if not isinstance(tensor, torch.Tensor) or not tensor.dim():
         shown = "a tensor without dimensions" if isinstance(tensor, torch.Tensor) else tensor

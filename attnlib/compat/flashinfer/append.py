@@ -154,7 +154,7 @@ def _slots(
     if are_readable(request) and bool((~skipped & (request >= requests)).any()):
         row = int((request >= requests).int().argmax())
         raise ContractError(
-            f"batch_indices[{row}]={int(request[row])} is no request: kv_indptr describes "
+            f"batch_indices[{row}]={int(request[row])} is not a request: kv_indptr describes "
             f"{requests}"
         )
     if not request.numel() or not indices.numel() or not requests or not page_size:

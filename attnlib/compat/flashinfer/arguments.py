@@ -41,7 +41,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ContractError(f"dtype {dtype!r} is no dtype of torch: pass for example 'float16'")
+        raise ContractError(f"dtype {dtype!r} is not a dtype of torch: pass for example 'float16'")
     return found
 
 

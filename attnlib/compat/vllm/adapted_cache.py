@@ -37,14 +37,14 @@ class CacheForm:
         """The form that a backend declares.
 
         Raises:
-            ContractError: its shape is no permutation of `[2, B, N, H, D]`, so that nothing else
+            ContractError: its shape is not a permutation of `[2, B, N, H, D]`, so that nothing else
                 could read its cache, or no layout has its order.
         """
         shape = tuple(backend.get_kv_cache_shape(*_PROBE[1:]))
         if sorted(shape) != sorted(_PROBE):
             raise ContractError(
                 f"the cache of {backend.__name__} has the shape {shape} for (2, blocks, tokens, "
-                f"heads, elements) = {_PROBE}, which is no permutation: run it in "
+                f"heads, elements) = {_PROBE}, which is not a permutation: run it in "
                 "attnlib.compat.vllm.Attention, which passes the tensor on as it is"
             )
         order = tuple(_PROBE.index(size) for size in shape)

@@ -69,8 +69,8 @@ def adapt_backend(
 
     Raises:
         RegistrationError: a builder of vLLM v0, which needs a runner.
-        ContractError: a cache shape that is no permutation of `[2, B, N, H, D]`, or an order of its
-            dimensions in memory that is no layout.
+        ContractError: a cache shape that is not a permutation of `[2, B, N, H, D]`, or an order of
+            its dimensions in memory that is not a layout.
     """
     if not extra_impl_args and not capabilities:
         return _plain(backend)

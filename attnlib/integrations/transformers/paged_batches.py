@@ -78,8 +78,8 @@ def check_tokens(
         input_ids, position_ids, rows: as in `PagedModel.step`. Only rows on the CPU are read.
 
     Raises:
-        ContractError: there is no token, something is no tensor or one of another length or dtype,
-            or a row has no token.
+        ContractError: there is no token, something is not a tensor or one of another length or
+            dtype, or a row has no token.
     """
     given = {"input_ids": input_ids, "position_ids": position_ids, "rows": rows}
     for name, tensor in given.items():

@@ -72,7 +72,7 @@ def channel_order(x: Tensor, parts: Sequence[Tensor], mixer: nn.Module) -> str:
     """ "qkv" or "vkq", the order of the channels of which queries, keys and values are views.
 
     Raises:
-        UnsupportedConfigError: they are no views of `x`.
+        UnsupportedConfigError: they are not views of `x`.
     """
     query, key, value = parts
     keys, values = key[0, 0].numel(), value[0, 0].numel()

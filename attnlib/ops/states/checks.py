@@ -117,7 +117,7 @@ def check_slots(requests: Sequence[StateRequest], num_slots: int | None) -> None
         if first != request.number:
             raise ContractError(
                 f"state_slots[{first}] and state_slots[{request.number}] are both {request.slot}: "
-                "give each request a slot of its own",
+                "give each request its own slot",
                 rule="T7",
             )
     for request in requests:

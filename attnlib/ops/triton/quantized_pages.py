@@ -135,7 +135,7 @@ def page_words(view: Tensor, scales: Tensor, stored: KVFormat) -> tuple[int, int
     """16-bit words of a head, and of a row of a tile.
 
     Raises:
-        ContractError: heads that are no whole words, or scales that cannot be loaded at once.
+        ContractError: heads that are not whole words, or scales that cannot be loaded at once.
     """
     size, start = view.shape[3], view.data_ptr() % 2
     if size % 2 or start or any(stride % 2 for stride in view.stride()[:3]):

@@ -111,7 +111,7 @@ def test_append(layout: str, single: bool) -> None:
         ({"batch_indices": [0]}, "batch_indices has 1 elements; it must have 3"),
         ({"positions": [4.0, 5.0, 6.0]}, "positions is torch.float32"),
         ({"positions": [4, 5, 8]}, r"positions\[2\]=8 of request 0 is past the pages"),
-        ({"batch_indices": [0, 0, 2]}, r"batch_indices\[2\]=2 is no request"),
+        ({"batch_indices": [0, 0, 2]}, r"batch_indices\[2\]=2 is not a request"),
         ({"kv_indices": [3, 9, 0]}, r"positions\[0\]=4 of request 0 is in a page that the cache"),
         ({"kv_indptr": [0, 2, 4]}, "kv_indptr ends at 4, past the 3 rows"),
         ({"kv_indptr": [0, 3, 2]}, "kv_indptr falls from 3 to 2"),

@@ -178,7 +178,7 @@ def _(lib: Any) -> Any:
 
 @row(
     "`forward_decode(query, key_cache, ..., alibi_slopes, k_scale, v_scale)`",
-    note="blocks of any size; without a kernel, on a GPU, where they are no power of two",
+    note="blocks of any size; without a kernel, on a GPU, where they are not a power of two",
 )
 def _(lib: Any) -> Any:
     batches = [Batch(lib, block=block) for block in (3, 8, 12, 16, 24, 32)]

@@ -99,7 +99,7 @@ def _(lib: Any) -> Any:
     ]
 
 
-@row("head sizes that are no power of two")
+@row("head sizes that are not a power of two")
 def _(lib: Any) -> Any:
     return [prefilled(lib, size=size) for size in (24, 40, 72, 80, 96, 120)]
 

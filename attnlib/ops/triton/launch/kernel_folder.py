@@ -1,7 +1,7 @@
 """A folder of compiled kernels that another machine uses: a cache of Triton, and a manifest.
 
 Triton notes the files of a kernel by their absolute paths, so a folder that was copied elsewhere
-is no cache any more. `use_kernel_folder` therefore notes in Triton's own cache where the files are
+is not a cache any more. `use_kernel_folder` therefore records in Triton's cache where the files are
 now. It copies nothing but modules in C and notes about warm-ups.
 """
 

@@ -31,7 +31,7 @@ def is_looked_up(number: Number | None, bits: int) -> bool:
 
 def number_ptx(number: Number, bits: int) -> str | None:
     """PTX code that converts two words, the last operand, to pairs of float16, the others, as that
-    of `unpack_ptx`; None where the function is no such table.
+    of `unpack_ptx`; None where the function is not such a table.
 
     Args:
         number: `KVFormat.number`.
