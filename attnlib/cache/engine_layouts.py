@@ -222,7 +222,12 @@ class EngineLayouts:
             allocator = paged_cache.layer_to_allocator.get(layer_idx)
             if allocator is None or not allocator.supports_block_table:
                 raise ContractError(not_paged(layer_idx, allocator is None))
-            return cls.from_views(*allocator.get_cache_for_block_table(layer_idx))
+            views = allocator.get_cache_for_block_table
+            layers = paged_cache.layer_to_allocator
+            # Views of later layers begin later and have fewer blocks. Tables of all layers are
+            # equal, so none has a block that the last layer lacks; equal views share plans.
+            blocks = min(len(views(index)[0]) for index in layers if layers[index] is allocator)
+            return cls.from_views(*(view[:blocks] for view in views(layer_idx)))
         group_and_index = paged_cache.layer_index_to_group_indices.get(layer_idx)
         if group_and_index is None or paged_cache.sliding_windows[layer_idx] != 1:  # 1: no window
             raise ContractError(not_paged(layer_idx, group_and_index is None))

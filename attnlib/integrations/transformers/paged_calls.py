@@ -41,8 +41,11 @@ class Updates:
     states: list[tuple[ref[torch.Tensor], ref[torch.Tensor]]] = field(default_factory=list)
 
     def has(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether these tensors were the keys and values of a call."""
-        return any(keys() is key and values() is value for keys, values in self.states)
+        """Whether these tensors were the keys and values of a call: mostly of the last one."""
+        for keys, values in reversed(self.states):
+            if keys() is key and values() is value:
+                return True
+        return False
 
 
 def keep_update(

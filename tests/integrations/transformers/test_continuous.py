@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import (
 
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers import continuous, continuous_batch
+from attnlib.layer import plans
 from tests.integrations.tiny_models import (
     DECODERS,
     decoder,
@@ -57,6 +58,23 @@ def eager_tokens(model: Any, inputs: list[list[int]], tokens: int) -> list[list[
         generated(model, "eager", row, tokens)[0, row["input_ids"].shape[1] :].tolist()
         for row in rows
     ]
+
+
+def test_layers_of_a_step_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views of later layers begin later in the tensor of all layers."""
+    made: list[Any] = []
+    prepare = plans._prepare
+
+    def counted(layer: Any, signature: Any, call: Any) -> Any:
+        made.append(call.metadata)
+        return prepare(layer, signature, call)
+
+    monkeypatch.setattr(plans, "_prepare", counted)
+    monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
+    model, inputs = decoder("llama"), prompts(5, 9)
+    assert model.config.num_hidden_layers > 1
+    assert batch_tokens(model, inputs, 6) == eager_tokens(model, inputs, 6)
+    assert made and len(made) == len({id(metadata) for metadata in made})
 
 
 def batch_tokens(
