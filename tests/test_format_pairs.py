@@ -48,6 +48,7 @@ def test_a_spec_with_two_formats() -> None:
         ({"kv_cache_dtype": "nvfp4", "value_cache_dtype": "int8_per_token_head"}, "no cache comb"),
         ({"kv_cache_dtype": "fp8_per_token_head", "value_cache_dtype": "nvfp4"}, "no cache comb"),
         ({"value_cache_dtype": "mxfp4"}, "use one of int8_per_token_head,int4_per_group; "),
+        ({"value_cache_dtype": "mxfp4"}, "auto,mxfp4; .*mxfp4,auto .M16"),
         ({"value_cache_dtype": "fp8"}, "value_cache_dtype=float8_e4m3fn: no cache combines"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=float8_e4m3fn with value_cache_dtype=nvfp4"),
         ({"value_cache_dtype": "fp4"}, "'fp4' is not known"),

@@ -156,9 +156,10 @@ def _check_formats(spec: AttentionSpec) -> None:
             )
     pair = format_pair(keys, values)
     if not is_pair(keys, values):
+        pairs = "; ".join(KV_FORMAT_PAIRS).replace("plain", "auto")
         raise ContractError(
             f"kv_cache_dtype={keys.name} with value_cache_dtype={values.name}: no cache combines "
-            f"them; leave value_cache_dtype out, or use one of {'; '.join(KV_FORMAT_PAIRS)}",
+            f"them; leave value_cache_dtype out, or use one of {pairs}",
             rule="M16",
         )
     if spec.use_mla and (spec.scales_in_page or pair is not None):
