@@ -3,6 +3,8 @@ able to compile them."""
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
-__all__ = ["CheckedKind", "check_function", "check_top_level"]
+__all__ = ["CheckedKind", "check_function", "check_top_level", "loaded_globals"]
 
 
 class CheckedKind(NamedTuple):
@@ -63,17 +65,17 @@ def _check_values(function: Callable[..., Any], seen: set[Any], kind: CheckedKin
     if function in seen:
         return
     seen.add(function)
-    used = inspect.getclosurevars(function)
     where = f"{function.__module__}.{function.__qualname__}"
-    for name in used.builtins:
-        if name not in _ALLOWED_BUILTINS:
+    used = loaded_globals(function)
+    for name in _loaded_names(function):
+        if name not in used and hasattr(builtins, name) and name not in _ALLOWED_BUILTINS:
             advice = {"min": "minimum", "max": "maximum"}.get(name)
             raise ContractError(
                 f"{where} calls {name}, which kernels cannot: use "
                 + (f"attnlib.score_functions.{advice}" if advice else "operators only"),
                 rule=kind.rule,
             )
-    for name, value in used.globals.items():
+    for name, value in used.items():
         if isinstance(value, bool | int | float) or value in (None,):
             continue
         if isinstance(value, ModuleType):
@@ -90,6 +92,19 @@ def _check_values(function: Callable[..., Any], seen: set[Any], kind: CheckedKin
             f"functions of attnlib.score_functions and other such functions: {kind.of_values}",
             rule=kind.rule,
         )
+
+
+def loaded_globals(function: Callable[..., Any]) -> dict[str, Any]:
+    """The globals that the code of a function loads, by name. An attribute, such as `aux.bias`, may
+    have the name of another global."""
+    known = function.__globals__
+    return {name: known[name] for name in _loaded_names(function) if name in known}
+
+
+def _loaded_names(function: Callable[..., Any]) -> list[str]:
+    """Names of globals and builtins."""
+    code = dis.get_instructions(function)
+    return [one.argval for one in code if one.opname == "LOAD_GLOBAL"]
 
 
 def check_top_level(function: Any, kind: CheckedKind = _SCORE) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -11,18 +12,41 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.backends.triton import TritonBackend
+from attnlib.ops.triton.launch.score_compile import compile_score
 from attnlib.ops.triton.launch.score_source import device_source
 from attnlib.score_functions import ScoreFunction, lookup, sqrt, where
+from attnlib.score_functions.checks import loaded_globals
+from attnlib.testing.case import Case
+from attnlib.testing.runner import compare_with_oracle, run_case
 from attnlib.testing.score_functions import SUITE, load_score_function, make_score_tensors
 from tests.ops.triton.test_score_functions import drawn_source
 
 SCALE = 0.25
+window = torch.zeros(2)
+"""Not what `aux.window` is."""
 STEP = 3
 
 
 def decay(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     """A docstring."""
     return score - (q_pos - k_pos) * (head + 1) * 0.0001
+
+
+def bias(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
+    """Attributes with the names of this function, of a global tensor, and of a builtin."""
+    near = q_pos - k_pos < lookup(aux.window, head)
+    return where(near, score + lookup(aux.bias, head), score - aux.max)
+
+
+def _tensors(num_heads: int, seq_lens: Sequence[int]) -> dict[str, torch.Tensor]:
+    heads = torch.arange(num_heads, dtype=torch.int32)
+    return {"bias": heads * 0.5, "window": heads + 3}
+
+
+NAMES = ScoreFunction(
+    bias, constants=(("max", 2),), layer_tensors=("bias", "window"), examples=_tensors
+)
 
 
 def with_locals(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
@@ -59,7 +83,7 @@ def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def _source(function: Any, form: str = "score", variant: str = "scores") -> str | None:
-    copy = device_source(function, inspect.getclosurevars(function).globals, form, variant)
+    copy = device_source(function, loaded_globals(function), form, variant)
     return None if copy is None else ast.unparse(ast.parse(inspect.getsource(copy)).body[0])
 
 
@@ -154,13 +178,13 @@ def _check(function: ScoreFunction) -> bool:
     product = torch.randn(
         3, 11, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    used = inspect.getclosurevars(function.function).globals
+    used = loaded_globals(function.function)
     original = _evaluate(function, function.function, product * SCALE)
     natural = device_source(function.function, used, function.form)
     torch.testing.assert_close(
         _evaluate(function, natural, product * SCALE), original, rtol=1e-6, atol=1e-6
     )
-    raw = device_source(function.function, used, function.form, True)
+    raw = device_source(function.function, used, function.form, "products")
     if raw is None:
         return False
     found = _evaluate(function, raw, product, 1 / SCALE) * SCALE
@@ -211,3 +235,10 @@ def test_a_lookup_of_two_dimensions_is_divided_by_the_scale() -> None:
 
 def looked_up(score: Any, q_pos: Any, k_pos: Any, head: Any, request: Any, aux: Any) -> Any:
     return 0.5 * lookup(aux.bias, head, q_pos - k_pos) + score
+
+
+def test_names_of_attributes_are_no_globals(device: torch.device) -> None:
+    case = Case(head_size=32, score=f"{__name__}:NAMES", batch="q1s30_q19s23")
+    assert not compare_with_oracle(case, run_case(TritonBackend, case, device), device)
+    function = compile_score(NAMES, "triton").apply.fn.__globals__["FUNCTION"].fn
+    assert function.__globals__.keys() & {"bias", "window", "max"} == set()

@@ -8,7 +8,6 @@ and functions that it calls by such copies.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
@@ -23,6 +22,7 @@ from attnlib.ops.triton.heuristics import device as chips
 from attnlib.ops.triton.kernels import score as device_code
 from attnlib.ops.triton.kernels.page_formats import find_number
 from attnlib.ops.triton.launch.score_source import device_source
+from attnlib.score_functions.checks import loaded_globals
 from attnlib.score_functions.function import ScoreFunction
 from attnlib.score_functions.operators import OPERATORS, TORCH_OPERATORS
 
@@ -173,7 +173,7 @@ class _Converter:
         """
         key = (function, form, variant)
         if key not in self._made:
-            used = inspect.getclosurevars(function).globals
+            used = loaded_globals(function)
             values = {name: self._value(value) for name, value in used.items()}
             values = {"abs": self._operator("absolute"), **values}
             copy = device_source(function, used, form, variant)
