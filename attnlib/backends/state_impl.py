@@ -46,12 +46,14 @@ class StateImpl(ABC):
 
     Attributes:
         group: layers with equal groups share plans.
+        checks_positions: every call refuses slots that cannot continue (T8).
         state_gates, gated_norm: gates and norm of `StateLayer.step` in launches of their own.
 
     Raises:
         ContractError: the scale is not finite.
     """
 
+    checks_positions: ClassVar[bool] = False
     state_gates: ClassVar[Callable[..., Any]] = staticmethod(state_gates)
     gated_norm: ClassVar[Callable[..., None]] = staticmethod(gated_norm)
 

@@ -69,8 +69,8 @@ def call_convolution(
         check_convolution(layer, x, out, cache, metadata)
         run = layer.impl.plan_convolution(x, cache, metadata, out)
         keep_plan(metadata, signature, run)
-    if VALIDATE_KEY in ENVIRONMENT:
-        validate_convolution(cache, metadata)
+    if VALIDATE_KEY in ENVIRONMENT or layer.impl.checks_positions:
+        validate_convolution(layer.impl, cache, metadata)
     finish = STATE_OBSERVERS and _observed(layer, "convolution", (x,), cache, metadata, out)
     run(layer.impl, x, cache, metadata, out)
     for call in finish:

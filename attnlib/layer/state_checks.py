@@ -13,7 +13,7 @@ from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.states import StateMetadata
-from attnlib.ops.addresses import are_readable
+from attnlib.ops.addresses import check_starts
 from attnlib.ops.states.checks import check_slots
 from attnlib.spec import StateSpec
 
@@ -72,7 +72,7 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
     """Whether cache and metadata are of this kind of layer, and the slots of its layout.
 
     Raises:
-        ContractError: another type, or slots of another layout.
+        ContractError: another type, slots of another layout or, on a CPU, outside of the cache.
     """
     if not isinstance(metadata, StateMetadata):
         raise ContractError(
@@ -91,6 +91,15 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
             "use StateCache.allocate(layer.spec, num_slots)",
             rule="T9",
         )
+    if metadata.state_slots.is_cpu:
+        check_requests(metadata, cache)
+
+
+def check_requests(metadata: StateMetadata, cache: StateCache) -> None:
+    """Starts and slots of a batch on a CPU, in every call: they may have changed in place, and
+    batches over other slots share plans (`StateMetadata.with_slots`)."""
+    check_starts("query_start_loc", metadata.query_start_loc, metadata.num_actual_tokens)
+    check_slots(list(metadata.batch.requests()), cache.num_slots)
 
 
 def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:
@@ -225,5 +234,3 @@ def check_tensors(
             "pass a row per token",
             rule="T1",
         )
-    if are_readable(batch.state_slots):
-        check_slots(list(batch.batch.requests()), cache.num_slots)

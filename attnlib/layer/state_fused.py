@@ -46,7 +46,7 @@ def call_fused_step(
         separate_step(layer, inputs, cache, metadata, out)
         return
     if VALIDATE_KEY in ENVIRONMENT:
-        validate_convolution(cache, metadata)
+        validate_convolution(layer.impl, cache, metadata)
         if form.gates == "given":
             validate_step(layer.spec, (inputs.a, inputs.b), cache, metadata)
     run(layer.impl, inputs, cache, metadata, rows)

@@ -77,8 +77,6 @@ class StateMetadata(AttentionMetadata):
             seq_lens=self.seq_lens,
             slots=self.state_slots,
             sources=self.state_sources,
-            query_start_loc_cpu=self.query_start_loc_cpu,
-            seq_lens_cpu=self.seq_lens_cpu,
             max_query_len=self.max_query_len,
         )
 

@@ -246,6 +246,59 @@ def test_slots_outside_the_cache(backend: str) -> None:
         assert torch.equal(cache.memory, before)
 
 
+CHANGES = [
+    ("query_start_loc", [0, 3, 2], r"query_start_loc falls from 3 to 2"),
+    ("query_start_loc", [0, 2, 9], r"query_start_loc ends at 9, past the 3 rows"),
+    ("seq_lens", [1, 1], r"seq_lens\[0\]=1 is below the number of new tokens, 2"),
+    ("state_slots", [1, 9], r"state_slots\[1\]=9 is outside the pool of 4 slots"),
+    ("state_slots", [1, 1], r"state_slots\[0\] and state_slots\[1\] are both 1"),
+]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("name", "values", "message"), CHANGES)
+@pytest.mark.parametrize("call", ["first", "repeated", "other slots"])
+def test_batches_that_change_in_place(
+    backend: str, name: str, values: list[int], message: str, call: str
+) -> None:
+    """On a CPU, starts, lengths and slots are checked in every call, before anything is written."""
+    pytest.importorskip("triton")
+    spec = GDN.replace(conv_channels=64)
+    layer = layer_of(spec, backend=backend)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    metadata, tokens = batch_of(layer, [2, 1], [2, 1], [1, 2]), draw_tokens(spec, 3, 0)
+    if call != "first":
+        layer.convolve(tokens.x, cache, metadata)
+        layer(*arguments(tokens), cache, metadata)
+    if call == "other slots":
+        metadata = metadata.with_slots(metadata.state_slots.clone())
+    before = cache.memory.clone()
+    getattr(metadata, name).copy_(torch.tensor(values))
+    for run in (
+        lambda: layer.convolve(tokens.x, cache, metadata),
+        lambda: layer(*arguments(tokens), cache, metadata),
+    ):
+        with pytest.raises(ContractError, match=message):
+            run()
+    assert torch.equal(cache.memory, before)
+
+
+@pytest.mark.parametrize("form", ["plain", "snapshots", "tail"])
+def test_a_stale_state_is_refused_before_the_window_changes(form: str) -> None:
+    """T8: a step in which the recurrence did not run."""
+    spec = KINDS["gated delta"].replace(form=form)
+    layer, tokens = layer_of(spec, backend="torch"), draw_tokens(spec, 7, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    first = batch_of(layer, [5], [5], [2])
+    layer.convolve(tokens.x[:5], cache, first)
+    layer(*arguments(tokens.rows(0, 5)), cache, first)
+    layer.convolve(tokens.x[5:6], cache, batch_of(layer, [1], [6], [2]))
+    before = cache.memory.clone()
+    with pytest.raises(ContractError, match="the state in slot 2 can continue from 5 to 5"):
+        layer.convolve(tokens.x[6:], cache, batch_of(layer, [1], [7], [2]))
+    assert torch.equal(cache.memory, before)
+
+
 def test_a_first_step_reads_no_source() -> None:
     """T1, T12: whatever `state_sources` holds there."""
     layer, tokens = layer_of(GDN.replace(form="tail")), draw_tokens(GDN, 5, 3)
@@ -295,6 +348,23 @@ def test_validation_of_gates(
         layer(*given, cache, batch_of(layer, [3], [3], [1]))
     assert torch.equal(cache.memory, before)
     layer(*given, cache, batch_of(layer, [1], [1], [1]))  # rows past the batch are not gates
+
+
+def test_validation_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call reads them, as it does on a GPU, where nothing else checks them."""
+    layer, tokens = layer_of(GDN), draw_tokens(GDN, 3, 0)
+    monkeypatch.setattr("attnlib.layer.state_checks.check_requests", lambda *batch: None)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    metadata = batch_of(layer, [2, 1], [2, 1], [1, 2])
+    layer.convolve(tokens.x, cache, metadata)
+    layer(*arguments(tokens), cache, metadata)
+    monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
+    metadata.query_start_loc[1] = 0
+    with pytest.raises(ContractError, match=r"seq_lens\[1\]=1 is below the 3 new tokens"):
+        layer.convolve(tokens.x, cache, metadata)
+    metadata.seq_lens[1] = 3
+    with pytest.raises(ContractError, match="max_query_len=2 is below the length 3 of request 1"):
+        layer(*arguments(tokens), cache, metadata)
 
 
 def test_the_spec_cannot_be_assigned() -> None:

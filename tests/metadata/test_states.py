@@ -41,6 +41,18 @@ def test_requests_without_tokens_write_nothing() -> None:
     assert batch(state_slots=[4, 2, 2]).state_slots.tolist() == [4, 2, 2]
 
 
+def test_requests_are_those_of_the_device() -> None:
+    """Lengths on the host may be upper bounds, or 0."""
+    for bound in ([6, 12, 8], [0, 0, 0]):
+        common = batch().replace(
+            seq_lens_cpu=torch.tensor(bound, dtype=torch.int32),
+            num_computed_tokens_cpu=None,
+            max_seq_len=12,
+        )
+        metadata = StateMetadataBuilder(GDN, "cpu", capabilities=_GRAPHS).build(0, common)
+        assert [request.end for request in metadata.batch.requests()] == [3, 9]
+
+
 def test_slots_of_a_part() -> None:
     part = batch(state_sources=[4, 3, 2]).slice_requests(1, 3)
     assert (part.state_slots.tolist(), part.state_sources.tolist()) == ([0, 2], [3, 2])

@@ -12,5 +12,6 @@ __all__ = ["TorchStateImpl"]
 class TorchStateImpl(StateOperations):
     """The operations of `attnlib.ops.torch.states`, which check slots and positions always."""
 
+    checks_positions = True
     state_step = staticmethod(state_step)
     short_convolution = staticmethod(short_convolution)

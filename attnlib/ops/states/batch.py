@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,7 +52,6 @@ class StateBatch:
             without new tokens.
         slots: `[R]` int32 device; the slot of each request, -1 for none (T7).
         sources: `[R]` int32 device; the slot to read (T12). None reads `slots`.
-        query_start_loc_cpu, seq_lens_cpu: the same values on the host, or None.
         max_query_len: an upper bound on the new tokens of a request.
     """
 
@@ -61,8 +59,6 @@ class StateBatch:
     seq_lens: Tensor
     slots: Tensor
     sources: Tensor | None = None
-    query_start_loc_cpu: Tensor | None = None
-    seq_lens_cpu: Tensor | None = None
     max_query_len: int
 
     @property
@@ -79,19 +75,12 @@ class StateBatch:
         return starts, lengths, slots, slots if sources is None else sources
 
     def requests(self) -> Iterator[StateRequest]:
-        """The requests with new tokens and a slot. Copies what is not on the host from the
-        device."""
-        starts, lengths = (
-            (device if host is None else host).tolist()
-            for device, host in (
-                (self.query_start_loc, self.query_start_loc_cpu),
-                (self.seq_lens, self.seq_lens_cpu),
-            )
-        )
+        """The requests with new tokens and a slot. Synchronizes; lengths on the host may be upper
+        bounds, and tensors may have changed in place."""
         slots = self.slots.tolist()
         sources = slots if self.sources is None else self.sources.tolist()
-        counts = (end - start for start, end in pairwise(starts))
-        return step_requests(counts, lengths, slots, sources)
+        counts = self.query_start_loc.diff().tolist()
+        return step_requests(counts, self.seq_lens.tolist(), slots, sources)
 
 
 def step_requests(

@@ -14,9 +14,9 @@ from attnlib.ops.states.batch import StateBatch, StateRequest
 from attnlib.ops.states.tensors import StateTensors
 
 __all__ = [
+    "check_positions",
     "check_slots",
     "checked_requests",
-    "check_positions",
     "slot_ids",
     "slot_pairs",
     "slot_places",
@@ -96,11 +96,17 @@ def check_slots(requests: Sequence[StateRequest], num_slots: int | None) -> None
         num_slots: slots of the pool; None if it is not known.
 
     Raises:
-        ContractError: a slot outside the pool, a slot of two requests, or a source that another
-            request writes (T7, T12).
+        ContractError: a slot outside the pool, a slot of two requests, a source that another
+            request writes (T7, T12), or fewer tokens than new ones (M1).
     """
     writer: dict[int, int] = {}
     for request in requests:
+        if request.computed < 0:
+            raise ContractError(
+                f"seq_lens[{request.number}]={request.end} is below the number of new tokens, "
+                f"{request.end - request.computed}: it counts context and new tokens",
+                rule="M1",
+            )
         named = [("state_slots", request.slot)]
         if request.computed:
             named.append(("state_sources", request.source))
