@@ -100,7 +100,7 @@ class ParallelAttention(nn.Module):
             self._select(spec)
             facts = (str(spec), division, method, self.scale, self.agreement, prefix)
             by_memory = shares_memory(spec, exchange, self._device.type)
-            return (*facts, self._parts.context is None, by_memory), slopes
+            return (*facts, f"by_row={self._parts.context is None}, {by_memory=}"), slopes
 
         slopes = group.agreed(self.agreement, "layer", attempt)
         self.exchange = exchange_of(group, spec, exchange, self._device)

@@ -15,7 +15,7 @@ from attnlib.parallel.addresses import TokenPositions, local_slots, token_positi
 from attnlib.parallel.checks import check_batch
 from attnlib.parallel.graph_tensors import GraphTensors
 from attnlib.parallel.merge import KnownMergeRows
-from attnlib.parallel.metadata import ParallelMetadata, lengths_on_host
+from attnlib.parallel.metadata import ParallelMetadata, facts_of
 from attnlib.parallel.rows import ROWS_UP_TO, local_rows, row_lengths
 from attnlib.parallel.staging import Staging, StagingPlan
 
@@ -79,10 +79,8 @@ class ParallelBuilder:
         def attempt() -> tuple[object, ParallelMetadata]:
             self._exchange.check()
             check_batch(self.spec, self.division, self.group.rank, common)
-            sizes = (common.num_reqs, common.num_actual_tokens)
-            bounds = (common.max_query_len, common.max_seq_len)
-            facts = (*sizes, *bounds, write, has_context, str(self.spec))
-            return (*facts, *lengths_on_host(common)), self._parts(common, write, has_context)
+            facts = {"write": write, "has_context": has_context, **facts_of(common)}
+            return (str(self.spec), facts), self._parts(common, write, has_context)
 
         return self.group.agreed(self._agreement, "batch", attempt)
 

@@ -111,7 +111,7 @@ def check_parallel_call(
 
     def attempt() -> tuple[object, ParallelCall]:
         call = _checked(layer, query, key, value, cache, metadata, output)
-        return (str(layer.spec), key is None), call
+        return (str(layer.spec), f"has_keys={key is not None}"), call
 
     call = layer.group.agreed(agreement, "call", attempt)
     metadata.agreed = True

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -108,19 +110,20 @@ class RankGroup:
             device: of this rank.
         """
 
-        def gather(value: object) -> list[object]:
-            found: list[object] = [None] * self.world_size
-            dist.all_gather_object(found, value, group=self._cpu_group)
-            return found
-
         process_group = self._group or dist.group.WORLD
         known = _PEERS.get(process_group)
         if known is None:
-            known = connect(device, self.world_size, self.rank, gather, self._group)
+            known = connect(device, self.world_size, self.rank, self._objects, self._group)
             if device.type == "cuda":  # those on a CPU do not decide for others
                 _PEERS[process_group] = known
             report(known, process_group)
         return known
+
+    def _objects(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._cpu_group)
+        return found
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one
@@ -139,16 +142,14 @@ class RankGroup:
             error: why this rank refuses, or None.
 
         Raises:
-            ContractError: on every rank, with the text of the first rank that refuses, or the facts
-                of the first two ranks that differ.
+            ContractError: on every rank, with the text of the first rank that refuses, or where the
+                facts of the first two ranks differ.
             RankLostError: a rank does not answer within the timeout of the group. Over gloo it is
                 named; with NCCL alone, torch.distributed ends the process.
         """
-        text = repr(facts)
-        if error is not None:
-            known = isinstance(error, AttnlibError)
-            text = str(error) if known else f"{type(error).__name__}: {error}"
-        digest = hashlib.sha256(repr(facts).encode()).digest()
+        own, text = repr(facts), f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, AttnlibError) else text
+        digest = hashlib.sha256(own.encode()).digest()
         shown = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
         record = torch.frombuffer(
             bytearray([error is not None]) + bytearray(digest + shown), dtype=torch.uint8
@@ -158,9 +159,12 @@ class RankGroup:
             if found[0]:
                 raise ContractError(f"rank {rank} refuses: {_text(found)}", rule="X8") from error
             if found[:33] != records[0][:33]:
+                first, other = itemgetter(0, rank)(self._objects(own))
+                at = len(os.path.commonprefix([first, other]))
+                start, end = max(0, at - 100), at + 100
                 raise ContractError(
-                    f"ranks 0 and {rank} disagree: {_text(records[0])} and {_text(found)}; give "
-                    "all ranks of a group the same batch and layer",
+                    f"ranks 0 and {rank} disagree: ...{first[start:end]} and ...{other[start:end]}"
+                    "; give all ranks of a group the same batch and layer",
                     rule="X8",
                 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from attnlib.parallel.merge import MergeRows
 from attnlib.parallel.staging import Staging, StagingPlan
 from attnlib.spec import AttentionSpec
 
-__all__ = ["ParallelMetadata", "divided_batch", "lengths_on_host"]
+__all__ = ["ParallelMetadata", "divided_batch", "facts_of"]
+
+_SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 
 
 @dataclass(eq=False)
@@ -82,7 +85,10 @@ def divided_batch(
     return common.replace(block_table_tensor=table)
 
 
-def lengths_on_host(common: CommonAttentionMetadata) -> list[list[int] | None]:
-    """The lengths of a batch that the host knows, for agreements."""
-    known = (common.query_start_loc_cpu, common.seq_lens_cpu)
-    return [None if lengths is None else lengths.tolist() for lengths in known]
+def facts_of(common: CommonAttentionMetadata) -> dict[str, Any]:
+    """What the host knows of a batch, for agreements: its sizes, bounds and lengths."""
+    known: dict[str, Any] = {name: getattr(common, name) for name in _SIZES}
+    for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+        lengths = getattr(common, name)
+        known[name] = None if lengths is None else lengths.tolist()
+    return known

@@ -94,8 +94,8 @@ class ParallelPrefill(nn.Module):
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             parts = self._select(phases(backend)[0])
-            facts = (str(spec), division, method, factor, self.agreement, prefix, self._rings)
-            return facts, parts
+            facts = (str(spec), division, method, factor, self.agreement, prefix)
+            return (*facts, f"rings={self._rings}"), parts
 
         causal, cross = group.agreed(self.agreement, "prefill layer", attempt)
         given: dict[str, Any] = {"scale": scale, "device": self._device, "prefix": prefix}

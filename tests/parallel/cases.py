@@ -313,6 +313,10 @@ def refused_batches(group: RankGroup) -> str:
         lengths = [3, 9] if last else [9, 3]
         call(divided_batch([1, 1], lengths, run.tables[1][:2], "cpu"))
 
+    def last_of_many_lengths() -> None:
+        lengths = [20] + [9] * 98 + [9 + last]
+        call(divided_batch([1] * 100, lengths, run.tables[1][:1].expand(100, -1), "cpu"))
+
     def block_of_a_decode() -> None:
         call(divided_batch([2], [9], outside[:1], "cpu"))
 
@@ -344,10 +348,11 @@ def refused_batches(group: RankGroup) -> str:
         ParallelAttention(run.spec, group, run.division, device="cpu", scale=1 + last)
 
     expected = {
-        other_lengths: "ranks 0 and", block_of_a_decode: "slot_mapping[",
-        block_of_a_prefill: "slot_mapping[", no_block: "must not be negative",
+        other_lengths: "ranks 0 and", last_of_many_lengths: " 9, 10]",
+        block_of_a_decode: "slot_mapping[", block_of_a_prefill: "slot_mapping[",
+        no_block: "must not be negative",
         other_block_size: f"block_size={2 * BLOCK}", batch_of_a_window: "was built for",
-        gradient: "requires a gradient", other_scale: "ranks 0 and",
+        gradient: "requires a gradient", other_scale: "ALL_TO_ALL: 'all_to_all'>, 2.0, 'batch'",
         strided_output: "last stride 2",
     }  # fmt: skip
     with torch.enable_grad():
