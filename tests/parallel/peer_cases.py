@@ -267,9 +267,11 @@ def queries_between_words(group: RankGroup) -> str:
 
 
 def uncombined(group: RankGroup) -> str:
-    """Tokens with states of 4 splits, of one, and of none: a row past the batch."""
+    """Tokens with states of 4 splits, of one, and of none: a row past the batch. The last rank may
+    have as many splits as the others, or have combined them, which is another kernel."""
     buffers, world, kv_heads, rows, size = shared_buffers(group), group.world_size, 2, 6, 6
-    for dtype in (torch.float32, torch.bfloat16):
+    kinds = (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)
+    for dtype, last_combines in kinds:
         states, given = [], None
         for rank in range(world):
             draw = torch.Generator().manual_seed(rank)
@@ -297,6 +299,8 @@ def uncombined(group: RankGroup) -> str:
                 starts = torch.tensor([0, 1, 2]).int()
                 splits = SplitStates(outs, lses, headers.int().flatten(), starts, rows)
                 given = partial, partial_lse, splits
+                if last_combines and rank == world - 1:
+                    given = whole, whole_lse, None
         assert given is not None
         out, lse = torch.empty(3, kv_heads, size, dtype=dtype), torch.empty(3, kv_heads)
         at_once = 1 << 14 if dtype == torch.float32 else 32  # all splits, or 1 or 2
