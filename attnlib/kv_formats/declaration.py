@@ -21,7 +21,7 @@ Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 Decode = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class KVFormat:
     """How the elements of one head of one token are stored (M16, P16).
 
@@ -88,6 +88,9 @@ class KVFormat:
 
     def __hash__(self) -> int:
         return hash((self.name, self.version))
+
+    def __repr__(self) -> str:
+        return f"KVFormat({self.name!r}, version={self.version})"
 
     @property
     def is_open(self) -> bool:
