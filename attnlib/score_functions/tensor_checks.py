@@ -13,15 +13,18 @@ from attnlib.errors import ContractError
 if TYPE_CHECKING:
     from attnlib.score_functions.function import ScoreFunction
 
-__all__ = ["check_names", "check_score_tensors"]
+__all__ = ["TAKEN_NAMES", "check_names", "check_score_tensors"]
+
+TAKEN_NAMES = ("type", "values")
+"""Attributes of the tuples of Triton, such as `aux` in kernels."""
 
 
 def check_names(function: ScoreFunction, most_tensors: int) -> None:
     """Check the names of constants and tensors.
 
     Raises:
-        ContractError: a name that is not an identifier or occurs twice, a constant that is not a
-            number, or too many tensors.
+        ContractError: a name that is not an identifier, occurs twice or is taken, a constant that
+            is not a number, or too many tensors.
     """
     names = [*function.tensor_names, *(name for name, _ in function.constants)]
     for name in names:
@@ -29,6 +32,12 @@ def check_names(function: ScoreFunction, most_tensors: int) -> None:
             raise ContractError(
                 f"{name!r} must be an identifier and name one constant or tensor of the score "
                 f"function: rename it",
+                rule="M10",
+            )
+        if name in TAKEN_NAMES:
+            raise ContractError(
+                f"{name!r} cannot name a constant or tensor of a score function, because aux is a "
+                "tuple in kernels, and Triton gives tuples an attribute of this name: rename it",
                 rule="M10",
             )
     for name, value in function.constants:

@@ -21,6 +21,7 @@ from attnlib.score_functions.builtin import (
     multi_item,
     prefix_lm,
 )
+from attnlib.score_functions.tensor_checks import TAKEN_NAMES
 from attnlib.spec import AttentionSpec
 
 BASE = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -118,6 +119,8 @@ def test_a_score_function_is_a_value() -> None:
         ),
         (lambda: ScoreFunction(decay, form="both"), "form='both' of a score function must be"),
         (lambda: ScoreFunction(decay, constants={"a b": 1}), "'a b' must be an identifier"),
+        (lambda: ScoreFunction(decay, layer_tensors=("values",)), "'values' cannot name a .*tuple"),
+        (lambda: ScoreFunction(decay, constants={"type": 1}), "'type' cannot name a .* rename it"),
         (lambda: ScoreFunction(decay, constants={"a": "1"}), "constant a='1' of a score function"),
         (lambda: ScoreFunction(decay, layer_tensors=tuple("abcde")), "has 5 tensors"),
         (
@@ -135,6 +138,14 @@ def test_an_impossible_function_is_refused_when_it_is_made(make: Any, message: s
     """M10: the message names the function and what to do."""
     with pytest.raises(ContractError, match=message):
         make()
+
+
+def test_names_that_tuples_of_triton_have_are_refused() -> None:
+    """In kernels `aux` is one; the interpreter and torch would find the tensor."""
+    language = pytest.importorskip("triton.language")
+    made = language.tuple([language.constexpr(1)])
+    names = {*dir(made), *vars(made)}
+    assert {name for name in names if not name.startswith("_")} == {*TAKEN_NAMES}
 
 
 def test_backends_that_do_not_state_score_functions_refuse_them() -> None:
