@@ -144,7 +144,8 @@ def _rendezvous(own: torch.Tensor, process_group: Any) -> Any:
     """torch's handle of the memory of all ranks, which wait for each other."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    return symmetric.rendezvous(own, process_group or dist.group.WORLD)
+    group: Any = process_group or dist.group.WORLD
+    return symmetric.rendezvous(own, group)
 
 
 def _buffers(
