@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from attnlib.errors import UnsupportedConfigError
 from attnlib.metadata.common import CommonAttentionMetadata
 
 __all__ = [
     "block_table",
+    "captured_lengths",
     "common_metadata",
     "rejections",
     "sequence_lengths",
@@ -67,10 +69,56 @@ def step_lengths(batch: Any, context_len: int) -> tuple[torch.Tensor | int, int,
     )
 
 
+def captured_lengths(batch: Any, context_len: int) -> tuple[int, int, int, int]:
+    """Lengths of a batch in a CUDA graph, whose requests have equally many new tokens.
+
+    Args:
+        batch: SGLang's, for a capture or a replay.
+        context_len: as in `step_lengths`.
+
+    Returns:
+        The requests, and what `step_lengths` returns.
+
+    Raises:
+        UnsupportedConfigError: a kind of batch that is not captured, or drafts of other lengths.
+    """
+    mode, requests = batch.forward_mode, len(batch.seq_lens)
+    if mode.is_decode() or mode.is_target_verify():
+        new, uncounted, longest = step_lengths(batch, context_len)
+        assert isinstance(new, int)
+        return requests, new, uncounted, longest
+    if not _extends_drafts(mode):
+        raise UnsupportedConfigError(
+            f"attnlib is captured for decodes, verifications and extensions of drafts, not for "
+            f"forward_mode={mode}: pass --disable-decode-cuda-graph, or another --attention-backend"
+        )
+    # A replay has SGLang's whole buffers, and no `extend_seq_lens`.
+    requests, host = batch.batch_size, batch.seq_lens_cpu
+    lists = (getattr(x, "extend_seq_lens_cpu", None) for x in (batch, batch.spec_info))
+    widths = {int(n) for n in next((x for x in lists if x), ())[:requests]}
+    if (width := int(getattr(batch.spec_info, "num_tokens_per_req", 0) or 0)) > 0:
+        widths.add(width)
+    if len(widths) != 1:
+        raise UnsupportedConfigError(
+            f"a captured extension of drafts has requests of {sorted(widths)} new tokens; attnlib "
+            "needs one number: pass --speculative-draft-attention-backend triton"
+        )
+    longest = context_len if host is None else int(host[:requests].max())
+    return requests, widths.pop(), 0, longest
+
+
+def _extends_drafts(mode: Any) -> bool:
+    """Whether the draft model reads the tokens of a verification."""
+    return bool(getattr(mode, "is_draft_extend_v2", bool)())
+
+
 def sequence_lengths(batch: Any) -> torch.Tensor | None:
     """The sequence lengths with new tokens on the host, `[R]` int32; None if SGLang has none."""
     if batch.seq_lens_cpu is None:
         return None
+    if _extends_drafts(batch.forward_mode):  # of a replay, the whole buffer
+        counted: torch.Tensor = batch.seq_lens_cpu[: batch.batch_size].to(torch.int32)
+        return counted
     drafted = batch.spec_info.draft_token_num if batch.forward_mode.is_target_verify() else 0
     lengths: torch.Tensor = batch.seq_lens_cpu.to(torch.int32) + int(drafted)
     return lengths

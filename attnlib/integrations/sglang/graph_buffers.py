@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlib.integrations.sglang.batch import block_table, step_lengths
+from attnlib.integrations.sglang.batch import block_table, captured_lengths
 from attnlib.metadata.common import CommonAttentionMetadata
 
 __all__ = ["GraphBuffers"]
@@ -79,21 +79,20 @@ class GraphBuffers:
 
     def _fill_table(self, batch: Any, req_to_token: torch.Tensor) -> tuple[int, int]:
         """Copy pages. Returns the requests, and the new tokens of each."""
-        new, _, longest = step_lengths(batch, self._context_len)
-        assert isinstance(new, int)  # only decodes and verifications are captured
-        pages = block_table(req_to_token, batch.req_pool_indices, longest, self._page_size)
-        requests, width = pages.shape
-        self._table[:requests, :width].copy_(pages)
+        requests, new, _, longest = captured_lengths(batch, self._context_len)
+        indices = batch.req_pool_indices[:requests]
+        pages = block_table(req_to_token, indices, longest, self._page_size)
+        self._table[:requests, : pages.shape[1]].copy_(pages)
         return requests, new
 
     def _fill_tokens(self, batch: Any) -> tuple[int, int]:
         """Copy lengths and slots. Returns the same as `_fill_table`."""
-        new, uncounted, _ = step_lengths(batch, self._context_len)
-        assert isinstance(new, int)
-        requests, tokens = len(batch.seq_lens), new * len(batch.seq_lens)
+        requests, new, uncounted, _ = captured_lengths(batch, self._context_len)
+        tokens = new * requests
         torch.arange(0, tokens + 1, new, out=self._starts[: requests + 1])
-        self._seq_lens[:requests].copy_(batch.seq_lens)
+        self._seq_lens[:requests].copy_(batch.seq_lens[:requests])
         self._seq_lens[:requests].add_(uncounted)
+        self._seq_lens[:requests].clamp_(min=new)  # padding rows have one token
         slots = batch.out_cache_loc[:tokens]  # SGLang leaves out those of padding rows
         self._slots[: len(slots)].copy_(slots)
         self._slots[len(slots) : tokens].fill_(-1)  # nothing is written

@@ -26,6 +26,9 @@ class Mode(Enum):
     def is_target_verify(self) -> bool:
         return self is Mode.TARGET_VERIFY
 
+    def is_draft_extend_v2(self) -> bool:
+        return self is Mode.DRAFT_EXTEND_V2
+
     def is_idle(self) -> bool:
         return self is Mode.IDLE
 

@@ -196,6 +196,59 @@ def test_graphs_record_lengths_and_slots(
     torch.testing.assert_close(out[:query_len].flatten(1), expected)
 
 
+def replay_of(batch: Any, width: int) -> Any:
+    """What SGLang's runner of captured drafts shows of a replay: its whole buffers, and padding."""
+    host = torch.tensor([*batch.seq_lens.tolist(), 200, 200])
+    info = SimpleNamespace(num_tokens_per_req=-1, extend_seq_lens_cpu=[width] * 2)
+    return SimpleNamespace(
+        forward_mode=batch.forward_mode, batch_size=2, seq_lens=host.clone(), seq_lens_cpu=host,
+        req_pool_indices=torch.tensor([0, 1, 0, 0]), spec_info=info,
+        out_cache_loc=batch.out_cache_loc[:width],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_captured_extensions_of_drafts(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """The draft model reads the tokens of a verification: equally many of each request, which the
+    lengths contain. The second row of the replay is padding."""
+    engine, layer = Engine(16), make_layer()
+    backend, mode, new = engine.backend, Mode.DRAFT_EXTEND_V2, [4, 4]
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
+    static = engine.batch(mode, new, [20, 40])
+    static.extend_seq_lens_cpu = new
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    backend.forward_extend(*tensors(8), layer, static)
+    (captured,), (builder,) = backend._batches.values(), backend._builders.values()
+    monkeypatch.setattr(type(builder), "follows_device", follows)
+    live = engine.batch(mode, new, [90, 33])
+    live.seq_lens[1] = 1  # the fill value
+    backend.init_forward_metadata_out_graph(replay_of(live, 4))
+    for name in ("seq_lens", "req_pool_indices"):
+        getattr(static, name).copy_(getattr(live, name))
+    static.out_cache_loc = torch.cat((live.out_cache_loc[:4], torch.zeros(4).long()))
+    backend._buffers._fill_tokens(static)  # the replay of what was recorded
+    assert captured.seq_lens.tolist() == [90, 4] and captured.query_start_loc.tolist() == [0, 4, 8]
+    attention, cache = backend._layers.find(layer, None, trees=False)
+    q, k, v = tensors(8)
+    out = attention.forward(q.view(-1, HEADS, SIZE), k, v, cache, captured)
+    expected = engine.expected(q, layer, new, [90, 33])[:4]
+    torch.testing.assert_close(out[:4].flatten(1), expected)
+
+
+def test_batches_that_are_not_captured_name_what_to_pass(sglang: Any) -> None:
+    engine = Engine(16)
+    engine.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
+    with pytest.raises(UnsupportedConfigError, match="forward_mode=.*EXTEND.*--disable-decode-cud"):
+        engine.backend.init_forward_metadata_out_graph(engine.batch(Mode.EXTEND, [4, 4], [20, 40]))
+    uneven = engine.batch(Mode.DRAFT_EXTEND_V2, [4, 2], [20, 40])
+    uneven.extend_seq_lens_cpu = [4, 2]
+    with pytest.raises(UnsupportedConfigError, match=r"requests of \[2, 4\] new tokens"):
+        engine.backend.init_forward_metadata_out_graph(uneven, in_capture=True)
+
+
 def test_unrecorded_graphs_are_prepared_before_each_replay(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
