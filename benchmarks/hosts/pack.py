@@ -1,0 +1,206 @@
+"""Pack vLLM and SGLang for a GPU machine without a network, in archives as small as possible.
+
+    python benchmarks/hosts/pack.py OUT packages vllm-0.26.0
+    python benchmarks/hosts/pack.py OUT packages vllm-0.33.0 sglang-0.5.17 --wheels DIR
+
+A run of vLLM needs `packages` and its release; SGLang needs `packages`, its release, and for `fa3`
+the release of vLLM whose FlashAttention 3 it runs (`sglang_fa3.py`). On the machine, in the folder
+of the archives:
+
+    for one in *.tar.xz; do python3 -m tarfile -e $one site; done; export PYTHONPATH=$PWD/site
+
+The machine has a Hopper GPU, CPython 3.12 on x86-64, torch 2.11, triton 3.6, transformers 5.17,
+what these three need, and the packages of --present. `packages` has what vLLM and SGLang import
+besides (`requirements.txt` of the tests of hosts). Of compiled libraries an archive has only what
+a run loads, and in them the code for Hopper: other code is replaced by zeros, as are symbols for
+debuggers and FlashAttention's kernels with a soft cap. A kernel that was left out fails when it is
+launched. Models with experts need `_moe_C`, which is not packed. --wheels keeps the downloads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "tests" / "hosts" / "requirements.txt"
+PRESENT = (
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "certifi", "cloudpickle", "einops",
+    "frozenlist", "fsspec", "httpcore", "httpx", "huggingface_hub", "ipython", "llvmlite",
+    "multidict", "numba", "pillow", "prometheus_client", "propcache", "psutil", "py-cpuinfo",
+    "regex", "requests", "safetensors", "tokenizers", "traitlets", "transformers", "uvloop", "yarl",
+)  # fmt: skip
+"""Requirements that the machine has, or that only a shell needs."""
+WITH_SGLANG = {
+    "0.5.17": ("sglang-kernel==0.4.5",),
+    "0.5.23": ("sglang-kernel==0.4.10",),
+}
+"""Release -> the wheel of its operations."""
+MORE_OF_SGLANG = (
+    "dill==0.4.1", "distro", "easydict", "gguf==0.19.0", "interegular", "python-multipart",
+    "setproctitle", "uvicorn",
+)  # fmt: skip
+LIBRARIES = re.compile(
+    r"^vllm/(_C_stable_libtorch|cumem_allocator|spinloop|vllm_flash_attn/_vllm_fa3_C)\.abi3\.so$"
+    r"|^sgl_kernel/(sm90/common_ops|spatial_ops)\.abi3\.so$"
+)
+"""Compiled files of engines that are packed."""
+SKIPPED = re.compile(
+    r"(^|/)(tests?|benchmarks?|docs|__pycache__)/|\.(pyi|h|hpp|cuh?|inl|a|rs|js|css|map|svg|png|html)$"
+    r"|^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla|qutlass|tml_fa4)/)"
+    r"|\.data/|libtvm_ffi_testing|device_name=(?!NVIDIA_H[12]00)[^/]*\.json$|/RECORD$"
+)
+PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35)), "any")
+
+_MAGIC = struct.pack("<I", 0xBA55ED50)
+"""What a fat binary begins with."""
+_MACHINE_CODE, _HOPPER = 2, 90
+_ALLOCATED, _NOTES, _NO_BITS = 2, 7, 8
+_KERNEL = re.compile(rb"\.text\.(_ZN7cutlass13device_kernel\w+)")
+_SOFT_CAP = re.compile(rb"4Sm90ELb[01]ELb[01]ELb1E")
+"""The third flag of a prefill or decode of FlashAttention 3."""
+
+
+def download(wheels: Path, *names: str) -> list[Path]:
+    """The wheels of packages, without their requirements; those that are there are used."""
+    wheels.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
+    for kind, values in (("abi", ("cp312", "abi3", "none")), ("platform", PLATFORMS)):
+        command += [part for value in values for part in (f"--{kind}", value)]
+    found = []
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=wheels) as folder:
+            subprocess.run([*command, "--find-links", wheels, "--dest", folder, name], check=True)
+            (wheel,) = Path(folder).iterdir()
+            found.append(wheel.rename(wheels / wheel.name))
+    return found
+
+
+def files_of(wheel: Path) -> Iterator[tuple[str, bytes, bool]]:
+    """What is packed of a wheel: name, content, and whether it may be executed."""
+    engine = wheel.name.startswith(("vllm-", "sglang-", "sglang_kernel-"))
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", entry.filename)
+            is_library = re.search(r"\.so(\.[\d.]+)?$", name) is not None
+            if entry.is_dir() or SKIPPED.search(name):
+                continue
+            if is_library and engine and not LIBRARIES.match(name):
+                continue
+            data = archive.read(entry)
+            yield (
+                name,
+                shrink(data) if is_library else data,
+                bool(entry.external_attr >> 16 & 0o100),
+            )
+
+
+def shrink(library: bytes) -> bytes:
+    """A library of the same size that loads as before on a Hopper GPU, with zeros in place of what
+    is not loaded there."""
+    if library[:4] != b"\x7fELF":
+        return library
+    result = bytearray(library)
+    (start,) = struct.unpack_from("<Q", library, 0x28)
+    size, count, names = struct.unpack_from("<HHH", library, 0x3A)
+    for number in range(count):
+        row = struct.unpack_from("<IIQQQQ", library, start + number * size)
+        _, kind, flags, _, offset, length = row
+        if kind not in (0, _NOTES, _NO_BITS) and not flags & _ALLOCATED and number != names:
+            result[offset : offset + length] = bytes(length)
+    for offset, length, is_hopper in _device_code(library):
+        if not is_hopper or _has_soft_caps(library, offset, length):
+            result[offset : offset + length] = bytes(length)
+    return bytes(result)
+
+
+def _device_code(library: bytes) -> Iterator[tuple[int, int, bool]]:
+    """The parts of fat binaries: offset and length of their content, and whether it is machine code
+    for Hopper."""
+    position = library.find(_MAGIC)
+    while position >= 0:
+        version, header, length = struct.unpack_from("<HHQ", library, position + len(_MAGIC))
+        part, end = position + header, position + header + length
+        if (version, header) != (1, 16) or end > len(library):  # these bytes are something else
+            position = library.find(_MAGIC, position + 8)
+            continue
+        while part < end:
+            kind, _, header, content = struct.unpack_from("<HHIQ", library, part)
+            (architecture,) = struct.unpack_from("<I", library, part + 28)
+            yield part + header, content, (kind, architecture) == (_MACHINE_CODE, _HOPPER)
+            part += header + content
+        position = library.find(_MAGIC, end)
+
+
+def _has_soft_caps(library: bytes, offset: int, length: int) -> bool:
+    """Whether all kernels in machine code are those of FlashAttention 3 with a soft cap."""
+    kernels = [
+        name
+        for name in _KERNEL.findall(library, offset, offset + length)
+        if b"CollectiveMainloopFwdSm90" in name
+    ]
+    return bool(kernels) and all(_SOFT_CAP.search(name) for name in kernels)
+
+
+def wheels_of(part: str, wheels: Path, present: set[str]) -> list[Path]:
+    """The wheels of an archive."""
+    engine, _, version = part.rpartition("-")
+    if part == "packages":
+        lines = (line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines())
+        wanted = [line for line in lines if line and line.partition("==")[0] not in present]
+        return download(wheels, *wanted)
+    more = () if engine == "vllm" else (*WITH_SGLANG[version], *MORE_OF_SGLANG)
+    return download(wheels, f"{engine}=={version}", *(x for x in more if x not in present))
+
+
+def pack(part: str, out: Path, wheels: Path, present: set[str]) -> Path:
+    """Write the archive of a part."""
+    files: dict[str, tuple[bytes, bool]] = {}
+    for wheel in wheels_of(part, wheels, present):
+        for name, data, executable in files_of(wheel):
+            files.setdefault(name, (data, executable))
+    target = out / f"{part}.tar.xz"
+    # Files of one kind follow each other, which compresses better.
+    order = sorted(files, key=lambda name: (Path(name).suffix, name))
+    with tarfile.open(target, "w:xz", preset=9) as archive:
+        for name in order:
+            data, executable = files[name]
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o755 if executable else 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return target
+
+
+def main() -> None:
+    """Parse the command line, and write the archives."""
+    engines = [f"vllm-{version}" for version in ("0.26.0", "0.33.0")]
+    engines += [f"sglang-{version}" for version in WITH_SGLANG]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the archives")
+    parser.add_argument("parts", nargs="+", choices=["packages", *engines])
+    parser.add_argument("--wheels", type=Path, help="folder of downloads; default: a temporary one")
+    parser.add_argument("--present", nargs="*", default=PRESENT, help="packages of the machine")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        total = 0
+        for part in options.parts:
+            wheels = options.wheels or Path(folder)
+            archive = pack(part, options.out, wheels, set(options.present))
+            total += (size := archive.stat().st_size)
+            print(f"{archive.name}: {size / 2**20:.1f} MiB", flush=True)
+        print(f"together: {total / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
