@@ -146,8 +146,14 @@ class StepMask:
             key: `[B, Hkv, S, D]`.
 
         Raises:
-            ContractError: B, T or S differ from the sizes that transformers announced.
+            ContractError: B, T or S differ from the sizes that transformers announced, or query and
+                key differ in their dtype.
         """
+        if query.dtype != key.dtype:
+            raise ContractError(
+                f"the query is {query.dtype}, the keys are {key.dtype}: make the cache again, or "
+                f"convert it, if the dtype of the model has changed since it was filled"
+            )
         announced = (self.batch_size, self.q_length, self.kv_length)
         found = (query.shape[0], query.shape[2], key.shape[2])
         if found != announced:

@@ -13,6 +13,7 @@ from attnlib.integrations.transformers import plain
 from attnlib.integrations.transformers.attention import attnlib_attention
 from tests.integrations.tiny_models import decoder, difference, padded, prompts, run
 from tests.integrations.transformers.module_calls import Module, states
+from tests.integrations.transformers.test_traced import CACHE
 
 
 @pytest.fixture
@@ -133,6 +134,22 @@ def test_keys_and_values_in_the_same_memory() -> None:
     query, key, _ = states()
     found, _ = attnlib_attention(Module(), query, key, key)
     torch.testing.assert_close(found, dense(query, key, key, causal=True, window=None))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_cache_of_another_dtype_is_refused(tokens: int, backend: str) -> None:
+    """A model that is converted after its cache was filled."""
+    model, ids = decoder("llama"), torch.tensor(prompts(6))
+    model.set_attn_implementation("attnlib")
+    with torch.no_grad():
+        caches = model(ids, use_cache=True).past_key_values
+        for _ in range(3):
+            model(ids[:, :1], **{CACHE: caches})
+        model.to(torch.bfloat16)
+        with pytest.raises(
+            ContractError, match="query is torch.bfloat16, the keys are torch.float32"
+        ):
+            model(ids[:, :tokens], **{CACHE: caches})
 
 
 def dense(
