@@ -10,6 +10,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
+from attnlib.testing.states.oracle import recurrence
 from attnlib.testing.states.serving import Part, Results, Server, Step
 
 from .layers import Operations, forgetting, largest_error, wanted
@@ -91,6 +92,45 @@ def test_tail_has_the_same_bits_in_every_batch(name: str, dtype: torch.dtype) ->
             )
             for a, b in zip(server.result(place), alone, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
+
+
+ROUNDED = {
+    "plain": [(0, 7), (7, 20), (20, 33)],
+    "snapshots": [(place, place + 1) for place in range(33)],
+    "tail": [(0, 16), (16, 32), (32, 33)],
+}
+"""Form -> the parts of a request in steps that end at 7, 20 and 33, behind which states are
+rounded."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2"])
+def test_states_are_rounded_where_the_form_stores_them(name: str, form: str) -> None:
+    """T13: the outputs are those of states that are rounded there, and of no others."""
+    spec = KINDS[name].replace(conv_channels=0, conv_width=0, has_conv_bias=False, form=form)
+    spec = spec.replace(state_dtype=torch.bfloat16, max_rollback=int(form == "snapshots"))
+    layer, request = draw_layer(spec), draw_tokens(spec, 33, 5)
+    ends = (7, 20, 33) if form != "snapshots" else range(1, 34)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        server = Server(
+            spec, Operations(spec.replace(state_dtype=dtype), layer, form), [request], [1]
+        )
+        for end in ends:
+            server.step([Part(0, end - server.done[0])])
+        found[dtype] = server.result(0).out.double()
+    state, outs = None, []
+    for first, end in ROUNDED[form]:
+        part = request.rows(first, end)
+        given = part.query, part.key, part.value, part.log_decay, part.beta
+        out, state = recurrence(spec, *given, scale=layer.scale, skip=layer.skip, initial=state)
+        state = state.to(torch.bfloat16).double()
+        outs.append(out)
+    expected = torch.cat(outs)
+    exact = wanted(spec, layer, request).out
+    assert (found[torch.float32] - exact).abs().max() < 1e-5 * exact.abs().max()
+    # A number between two of bfloat16 may be rounded to the other one.
+    assert (found[torch.bfloat16] - expected).abs().max() < 0.2 * (expected - exact).abs().max()
 
 
 @pytest.mark.parametrize(("name", "form", "rollback"), CASES)
