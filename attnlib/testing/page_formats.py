@@ -133,7 +133,7 @@ def fill_pages(views: Sequence[torch.Tensor], poison: str) -> None:
         view.view(torch.uint8).fill_(0xFF)  # NaN of a plain side, too
     for view in views[2:]:
         if view.element_size() == 1:  # NaN of e4m3 and e8m0, or a large number of both
-            view.fill_(0x7E if scale is None else 0xFF)
+            view.view(torch.uint8).fill_(0x7E if scale is None else 0xFF)
         else:
             view.fill_(torch.finfo(view.dtype).max if scale is None else scale)
 

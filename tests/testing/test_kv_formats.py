@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,34 @@ def test_right_formats_pass(name: str) -> None:
     assert "unsupported" not in {result.outcome.value for result in report.results}
     if ":" in name:
         unregister_kv_format("example:rotated4")
+
+
+def _encode_powers(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Integers, and the exponent of a power of two; 127 for a NaN."""
+    has_nan = x.isnan().any(-1, keepdim=True)
+    x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
+    exponent = (x.abs().amax(-1, keepdim=True) / 127.0).log2().ceil().clamp(-120.0, 120.0)
+    numbers = (x * torch.exp2(-exponent)).round().to(torch.int8)
+    return numbers, torch.where(has_nan, 127.0, exponent).to(torch.int8).view(dtype)
+
+
+def _decode_powers(numbers: Tensor, scale: Tensor) -> Tensor:
+    exponent = scale.view(torch.int8).float()
+    return numbers.float() * torch.where(exponent == 127.0, torch.nan, torch.exp2(exponent))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_scales_of_one_byte(dtype: torch.dtype) -> None:
+    stored = KVFormat(
+        name="tests:powers", dtype=torch.int8, bits=8, scale_dtype=dtype, groups_per_head=1,
+        encode=partial(_encode_powers, dtype=dtype), decode=_decode_powers, error=0.03,
+    )  # fmt: skip
+    register_kv_format(stored)
+    try:
+        report = run_conformance("torch", device="cpu", kv_format=stored.name)
+    finally:
+        unregister_kv_format(stored.name)
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("mistake", WRONG_FORMATS)
