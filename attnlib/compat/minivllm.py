@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass
 class Context:
-    """The batch that all layers of a step read.
+    """The batch that all layers of a step read. Tensors hold integers, of any integer dtype.
 
     Attributes:
         is_prefill: whether the step is a prefill.
@@ -83,7 +83,7 @@ def set_context(
     context_lens: Tensor | None = None,
     block_tables: Tensor | None = None,
 ) -> None:
-    """Set the context of the next step; the arguments are the attributes of `Context`."""
+    """Set the context of the next step; `Context` describes shapes and dtypes of the arguments."""
     global _current  # the original has one context per process, too
     _current = Context(
         is_prefill,
@@ -137,7 +137,8 @@ class Attention(nn.Module):
         """Write the new keys and values where slots are given, then attend.
 
         Args:
-            q: `[T, num_heads * head_dim]` or `[T, num_heads, head_dim]`.
+            q: `[T, num_heads * head_dim]` or `[T, num_heads, head_dim]`, in the dtype
+                of the caches.
             k: the same with `num_kv_heads`.
             v: likewise.
 

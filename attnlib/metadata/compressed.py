@@ -147,7 +147,7 @@ class CompressedKeys:
 
         Args:
             spec: of the layer.
-            query: of the call.
+            query: `[T, Hq, D]` of the call.
             num_tokens: query tokens of the batch.
 
         Raises:

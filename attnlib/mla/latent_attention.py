@@ -114,8 +114,9 @@ class LatentAttention(nn.Module):
         in the cache already; nothing is written then.
 
         Args:
-            query: `[T, Hq, P + rotary part]`, as it is before absorption.
-            latent: `[T, R + rotary part]`, normalized latents and the rotary part of the keys.
+            query: `[T, Hq, P + rotary part]` in the dtype of the spec, before absorption.
+            latent: `[T, R + rotary part]` in that dtype: normalized latents and the rotary part of
+                the keys.
             cache: of the layer.
             metadata: of a builder for `spec`.
             selected_keys: as in `Attention.forward` (M11); such layers run in the absorbed form.
@@ -156,7 +157,9 @@ class LatentAttention(nn.Module):
                     rule="M12",
                 )
             if tensor.dtype != spec.dtype:
-                raise ContractError(f"{name} is {tensor.dtype}, the spec says {spec.dtype}")
+                raise ContractError(
+                    f"{name} is {tensor.dtype}, the spec says {spec.dtype}: convert it"
+                )
 
     def _absorbed(
         self,

@@ -16,11 +16,11 @@ def softplus_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """`-exp(A_log) * softplus(a + dt_bias)`: gated delta net and Kimi delta attention.
 
     Args:
-        a: `[T, Hv]` or `[T, Hv, Dk]`, the projection.
-        a_log, dt_bias: tensors of the layer that broadcast with `a`.
+        a: `[T, Hv]` or `[T, Hv, Dk]`, the projection, floating point.
+        a_log, dt_bias: tensors of the layer that broadcast with `a`, floating point.
 
     Returns:
-        The natural logarithm of the decay, with the shape of `a`, at most 0.
+        The natural logarithm of the decay, float32 with the shape of `a`, at most 0.
     """
     return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
 
@@ -33,7 +33,7 @@ def bounded_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float)
         lower_bound: the smallest log decay, such as -5.
 
     Returns:
-        The natural logarithm of the decay, between `lower_bound` and 0.
+        The natural logarithm of the decay, float32, between `lower_bound` and 0.
     """
     return lower_bound * (a_log.float().exp() * (a.float() + dt_bias.float())).sigmoid()
 
@@ -47,12 +47,12 @@ def mamba2_gates(
     token: prefills and decodes have it.
 
     Args:
-        dt: `[T, Hv]`, the projection.
-        a_log, dt_bias: `[Hv]`.
+        dt: `[T, Hv]`, the projection, floating point.
+        a_log, dt_bias: `[Hv]`, floating point.
         dt_limit: smallest and largest step size.
 
     Returns:
-        (log decay, beta), `[T, Hv]` each; beta is the step size.
+        (log decay, beta), `[T, Hv]` float32 each; beta is the step size.
     """
     size = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     return -a_log.float().exp() * size, size

@@ -23,7 +23,8 @@ _ENDLESS = 1 << 30
 
 @dataclass(frozen=True)
 class Division(ABC):
-    """Positions of a request among `world_size` ranks.
+    """Positions of a request among `world_size` ranks. Methods take positions, indices and lengths
+    as integers or integer tensors, and return the same kind.
 
     Attributes:
         world_size: ranks of the group.
@@ -78,7 +79,7 @@ class Division(ABC):
 
 @dataclass(frozen=True)
 class Interleaved(Division):
-    """Runs of `run` positions, dealt to the ranks in turn. Growing requests stay even.
+    """Round robin: runs of `run` positions go to the ranks in order. Growing requests stay even.
 
     Attributes:
         run: consecutive positions that one rank holds.
@@ -165,6 +166,7 @@ class ZigZag(Division):
 
     @property
     def last_chunk(self) -> int:
+        """Index of the last chunk."""
         return 2 * self.world_size - 1
 
     def _chunk(self, position: Any) -> Any:

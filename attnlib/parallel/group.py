@@ -82,7 +82,7 @@ class RankGroup:
             )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`[world_size, ...]` of a tensor `[...]` of each rank."""
+        """`[world_size, ...]` of a tensor `[...]` of each rank, of any dtype."""
         tensor = tensor.contiguous()
         out = tensor.new_empty(self.world_size, *tensor.shape)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,11 +91,11 @@ class RankGroup:
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Part i of `tensor` goes to rank i; part i of `out` comes from it. Both `[world_size *
-        n, ...]`, contiguous."""
+        n, ...]`, contiguous, of one dtype."""
         dist.all_to_all_single(_bytes(out), _bytes(tensor), group=self._group)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of part `rank` of `tensor` `[world_size, ...]`."""
+        """The sum over the ranks of part `rank` of `tensor` `[world_size, ...]`, in its dtype."""
         out = tensor.new_empty(tensor.shape[1:])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(out.view(-1), tensor.view(-1), group=self._group)
@@ -127,7 +127,8 @@ class RankGroup:
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one
-        before. Returns the requests to wait for; neither may be touched until then."""
+        before, contiguous and of equal shapes and dtypes. Returns the requests to wait for; neither
+        may be read or written until then."""
         after = self._ranks[(self.rank + 1) % self.world_size]
         before = self._ranks[(self.rank - 1) % self.world_size]
         sends = [dist.P2POp(dist.isend, _bytes(x), after, self._group) for x in tensors]

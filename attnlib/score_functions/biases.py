@@ -85,7 +85,7 @@ def t5_relative_bias(
     """The tensor `bias` `[Hq, 2 * max_distance + 1]` of `relative_bias` for a T5 model.
 
     Args:
-        weight: `[num_buckets, Hq]`, the embedding of the relative position buckets.
+        weight: `[num_buckets, Hq]`, floating point, the embedding of the relative position buckets.
         bidirectional: for an encoder: later keys have buckets of their own.
         num_buckets: `relative_attention_num_buckets` of the model.
         max_distance: `relative_attention_max_distance` of the model.

@@ -46,6 +46,9 @@ def speculative_tree(
         window: number of visible keys, including the query's own; None for all.
         chunk_size: positions per attention chunk; None for no chunks.
         has_alibi: add ALiBi.
+
+    Raises:
+        ContractError: a size is not an integer of at least 1, or too large.
     """
     constants = {"window": window or _UNBOUNDED, "chunk": chunk_size or _UNBOUNDED}
     for name, size in (("window", window), ("chunk_size", chunk_size)):

@@ -29,7 +29,8 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of `qkv` `[B, S, 3, H, D]`. The rest as there."""
+    """`flash_attn_func` of stacked tensors, `qkv` `[B, S, 3, H, D]`. Other arguments, dtypes, result and
+    errors are those of `flash_attn_func`."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q,
@@ -58,7 +59,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of `kv` `[B, Sk, 2, Hkv, D]`. The rest as there."""
+    """`flash_attn_func` of stacked tensors, `kv` `[B, Sk, 2, Hkv, D]`. Other arguments, dtypes, result and
+    errors are those of `flash_attn_func`."""
     k, v = kv.unbind(2)
     return flash_attn_func(
         q,
@@ -88,7 +90,8 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of `qkv` `[T, 3, H, D]`. The rest as there."""
+    """`flash_attn_varlen_func` of stacked tensors, `qkv` `[T, 3, H, D]`. Other arguments, dtypes, result and
+    errors are those of `flash_attn_varlen_func`."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -125,7 +128,8 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of `kv` `[Tk, 2, Hkv, D]`. The rest as there."""
+    """`flash_attn_varlen_func` of stacked tensors, `kv` `[Tk, 2, Hkv, D]`. Other arguments, dtypes, result and
+    errors are those of `flash_attn_varlen_func`."""
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q,

@@ -118,8 +118,8 @@ def get_seq_lens(
     """Sequence lengths of page lists in CSR form.
 
     Args:
-        kv_indptr: `[R + 1]`.
-        kv_last_page_len: `[R]`, tokens of the last page of each request.
+        kv_indptr: `[R + 1]` int32.
+        kv_last_page_len: `[R]` int32, tokens of the last page of each request.
         page_size: tokens per page.
 
     Returns:
