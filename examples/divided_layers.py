@@ -158,6 +158,8 @@ def tokens_of(group: RankGroup) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def main() -> None:
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it by torchrun --nproc-per-node 3 -m examples.divided_layers")
     dist.init_process_group("gloo")
     found, wanted = tokens_of(RankGroup())
     if dist.get_rank() == 0:

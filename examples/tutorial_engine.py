@@ -294,7 +294,7 @@ def main() -> None:
         print(f"{prompt} ->{decode(request.generated)!r}")
     tokens = sum(len(request.generated) for request in requests)
     print(f"{len(requests)} requests, {tokens} tokens, {engine.num_steps} steps")
-    print(f"{engine.num_reused_tokens} tokens reused, {engine.num_preemptions} preemptions")
+    print(f"{engine.num_reused_tokens} tokens reused, preemptions: {engine.num_preemptions}")
     equal = all(request.generated == dense_reference(model, request) for request in requests)
     print("equal to the dense reference:", equal)
 

@@ -169,6 +169,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, help="ranks that share keys; all by default")
     parser.add_argument("--random", action="store_true", help="random weights, two KV heads")
     arguments = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("start it by torchrun --nproc-per-node 2 -m examples.tutorial_ranks")
     dist.init_process_group("gloo")
     model, encode, _ = load(random=arguments.random)
     ranks = Ranks.of(dist.get_world_size() if arguments.context is None else arguments.context)

@@ -195,7 +195,7 @@ def main() -> None:
     engine.serve(requests)
     tokens = sum(len(request.generated) for request in requests)
     print(f"{len(requests)} requests, {tokens} tokens, {engine.num_steps} steps")
-    print(f"{engine.num_reused_tokens} tokens reused, {engine.num_preemptions} preemptions")
+    print(f"{engine.num_reused_tokens} tokens reused, preemptions: {engine.num_preemptions}")
     equal = all(one.generated == dense_reference(model, one, dense_hybrid) for one in requests)
     print("equal to the dense reference:", equal)
 

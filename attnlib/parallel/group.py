@@ -127,8 +127,7 @@ class RankGroup:
 
     def start_shift(self, out: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send `tensors` to the next rank of the ring, and to receive `out` from the one
-        before, contiguous and of equal shapes and dtypes. Returns the requests to wait for; neither
-        may be read or written until then."""
+        before; contiguous, of equal shapes and dtypes. Wait for the returned requests first."""
         after = self._ranks[(self.rank + 1) % self.world_size]
         before = self._ranks[(self.rank - 1) % self.world_size]
         sends = [dist.P2POp(dist.isend, _bytes(x), after, self._group) for x in tensors]

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnlib.cli.arguments import write_text
 from attnlib.testing.arguments import parity_parser, replay_parser, verify_parser
 
@@ -148,14 +150,16 @@ def _run_parity_command(args: argparse.Namespace) -> int:
 
 
 def _run_replay(args: argparse.Namespace) -> int:
-    """Run `replay`: 0 within the error budget, 1 above it, 2 for invalid arguments."""
+    """Run `replay`: 0 within the error budget, 1 above it, 2 or 3 as all commands."""
     from attnlib.debug.record import load_recording, save_recording
     from attnlib.debug.replay import replay, replay_state, shrink
     from attnlib.debug.state_calls import is_state_recording, load_state_recording
-    from attnlib.errors import AttnlibError
+    from attnlib.errors import AttnlibError, BackendUnavailableError
+    from attnlib.testing.backend_under_test import load_backend, refuse_unavailable
     from attnlib.testing.outcome import UnsupportedCase
 
     try:
+        refuse_unavailable(load_backend(args.backend), torch.device(args.device))
         if is_state_recording(args.recording):
             call = load_state_recording(args.recording, args.device)
             result = replay_state(call, args.backend)
@@ -167,7 +171,7 @@ def _run_replay(args: argparse.Namespace) -> int:
         result = replay(step, args.backend)
     except (AttnlibError, UnsupportedCase) as error:
         print(f"attnlib replay: {error}", file=sys.stderr)
-        return 2
+        return UNAVAILABLE if isinstance(error, BackendUnavailableError) else 2
     print(result)
     if not result.passed and args.shrink:
         smallest = shrink(step, lambda candidate: not replay(candidate, args.backend).passed)

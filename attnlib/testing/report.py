@@ -112,7 +112,7 @@ def render_report(report: ConformanceReport) -> str:
         *_failures(report),
         "",
         *_skips(report),
-        *(_coverage(report) if report.kv_format is None else ()),
+        *(_coverage(report) if report.kv_format is None and report.only is None else ()),
         "",
         *_start_here(report),
         summary_line(report),

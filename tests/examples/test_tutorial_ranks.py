@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +83,20 @@ COMMANDS = [
     for module in (tutorial_ranks, divided_layers)
     for command in re.findall(r"^    torchrun (.*)$", module.__doc__ or "", re.M)
 ]
+
+
+@pytest.mark.parametrize("module", [tutorial_ranks, divided_layers])
+def test_a_start_without_torchrun_names_the_command(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["example"])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    shown = f"{stopped.value}{capsys.readouterr().err}"
+    assert (
+        f"torchrun --nproc-per-node {2 if module is tutorial_ranks else 3} -m {module.__name__}"
+        in shown
+    )
 
 
 @pytest.mark.slow

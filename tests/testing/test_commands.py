@@ -127,15 +127,17 @@ def test_parity_prints_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one_file" in out
 
 
-def test_parity_and_exchanges_refuse_an_unavailable_backend(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_commands_refuse_an_unavailable_backend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert parity_main(["torch", "triton", "--device", "cpu"]) == 3
     assert verify_main(["torch", "--against", "triton", "--device", "cpu", "--only", "K2"]) == 3
+    recording = save_recording(Case(batch="q2").materialize(), tmp_path / "call.pt")
+    assert replay_main([str(recording), "triton"]) == 3
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 2
-    assert err.count("triton is unavailable on cpu: a CPU needs Triton's interpreter") == 2
+    assert out == "" and err.count("\n") == 3
+    assert err.count("triton is unavailable on cpu: a CPU needs Triton's interpreter") == 3
 
 
 def test_parity_refuses_a_repeated_backend(capsys: pytest.CaptureFixture[str]) -> None:

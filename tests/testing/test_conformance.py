@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,8 +100,10 @@ def test_coverage_of_declared_capabilities() -> None:
     assert coverage.not_stated == ("mla",)
     assert (
         f"{len(coverage.exercised)}/{coverage.num_declared} declared capabilities exercised"
-        in str(report)
+        in str(coverage)
     )
+    assert "declared capabilities" not in str(report), "a part of the suite has no coverage"
+    assert str(coverage) in str(replace(report, only=None))
 
 
 def test_a_failed_case_exercises_nothing() -> None:

@@ -29,8 +29,8 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of stacked tensors, `qkv` `[B, S, 3, H, D]`. Other arguments, dtypes, result and
-    errors are those of `flash_attn_func`."""
+    """`flash_attn_func` of stacked tensors, `qkv` `[B, S, 3, H, D]`. Other arguments, dtypes,
+    result and errors are those of `flash_attn_func`."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q,
@@ -59,8 +59,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of stacked tensors, `kv` `[B, Sk, 2, Hkv, D]`. Other arguments, dtypes, result and
-    errors are those of `flash_attn_func`."""
+    """`flash_attn_func` of stacked tensors, `kv` `[B, Sk, 2, Hkv, D]`. Other arguments, dtypes,
+    result and errors are those of `flash_attn_func`."""
     k, v = kv.unbind(2)
     return flash_attn_func(
         q,
@@ -90,8 +90,8 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of stacked tensors, `qkv` `[T, 3, H, D]`. Other arguments, dtypes, result and
-    errors are those of `flash_attn_varlen_func`."""
+    """`flash_attn_varlen_func` of stacked tensors, `qkv` `[T, 3, H, D]`. Other arguments, dtypes,
+    result and errors are those of `flash_attn_varlen_func`."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -128,8 +128,8 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of stacked tensors, `kv` `[Tk, 2, Hkv, D]`. Other arguments, dtypes, result and
-    errors are those of `flash_attn_varlen_func`."""
+    """`flash_attn_varlen_func` of stacked tensors, `kv` `[Tk, 2, Hkv, D]`. Other arguments, dtypes,
+    result and errors are those of `flash_attn_varlen_func`."""
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q,
