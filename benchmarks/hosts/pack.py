@@ -59,7 +59,10 @@ SKIPPED = re.compile(
     r"|^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla|qutlass|tml_fa4)/)"
     r"|\.data/|libtvm_ffi_testing|device_name=(?!NVIDIA_H[12]00)[^/]*\.json$|/RECORD$"
 )
-PLATFORMS = (*(f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35)), "any")
+PLATFORMS = (
+    *(f"manylinux_2_{n}_x86_64" for n in (5, 17, 24, 27, 28, 31, 34, 35)),
+    *("manylinux1_x86_64", "manylinux2014_x86_64", "any"),
+)  # fmt: skip
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 """What a fat binary begins with."""

@@ -340,10 +340,22 @@ def test_registration(sglang: Any) -> None:
     assert type(backend).__name__ == "AttnlibAttentionBackend"
 
 
+def test_models_and_options_that_are_not_supported_are_refused_with_all_reasons(
+    sglang: Any,
+) -> None:
+    from attnlib.integrations.sglang.backend import AttnlibAttentionBackend
+
+    runner = make_runner(16, Pool(CAPACITY, 16, KV_HEADS, SIZE))
+    runner.token_to_kv_pool.translate_loc_from_full_to_swa = None
+    runner.model_config.is_encoder_decoder, runner.server_args.dcp_size = True, 2
+    with pytest.raises(UnsupportedConfigError, match="--disable-hybrid-swa-memory") as caught:
+        AttnlibAttentionBackend(runner)
+    parts = ("cross-attention", "pool for layers with windows", "decode context parallelism")
+    for part, reason in zip(parts, caught.value.reasons, strict=True):
+        assert part in reason
+
+
 def test_what_is_not_supported_is_refused_with_reasons(sglang: Any) -> None:
-    with pytest.raises(UnsupportedConfigError, match="decode context parallelism") as caught:
-        Engine(16, dcp_size=2)
-    assert len(caught.value.reasons) == 1
     engine = Engine(16)
     batch = engine.batch(Mode.DECODE, [1, 1], [30, 20])
     engine.backend.init_forward_metadata(batch)
