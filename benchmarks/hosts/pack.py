@@ -14,7 +14,8 @@ what these three need, and the packages of --present. `packages` has what vLLM a
 besides (`requirements.txt` of the tests of hosts). Of compiled libraries an archive has only what
 a run loads, and in them the code for Hopper: other code is replaced by zeros, as are symbols for
 debuggers and FlashAttention's kernels with a soft cap. A kernel that was left out fails when it is
-launched. Models with experts need `_moe_C`, which is not packed. --wheels keeps the downloads.
+launched, as one that was not built for the GPU. Models with experts need `_moe_C`, which is not
+packed. --wheels keeps the downloads.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ PLATFORMS = (
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 """What a fat binary begins with."""
 _MACHINE_CODE, _HOPPER = 2, 90
+_OTHER = 120
+"""An architecture of which a Hopper GPU takes no code: not to be loaded, nor compiled from PTX."""
 _ALLOCATED, _NOTES, _NO_BITS = 2, 7, 8
 _KERNEL = re.compile(rb"\.text\.(_ZN7cutlass13device_kernel\w+)")
 _SOFT_CAP = re.compile(rb"4Sm90ELb[01]ELb[01]ELb1E")
@@ -121,15 +124,16 @@ def shrink(library: bytes) -> bytes:
         _, kind, flags, _, offset, length = row
         if kind not in (0, _NOTES, _NO_BITS) and not flags & _ALLOCATED and number != names:
             result[offset : offset + length] = bytes(length)
-    for offset, length, is_hopper in _device_code(library):
+    for architecture, offset, length, is_hopper in _device_code(library):
         if not is_hopper or _has_soft_caps(library, offset, length):
             result[offset : offset + length] = bytes(length)
+            struct.pack_into("<I", result, architecture, _OTHER)
     return bytes(result)
 
 
-def _device_code(library: bytes) -> Iterator[tuple[int, int, bool]]:
-    """The parts of fat binaries: offset and length of their content, and whether it is machine code
-    for Hopper."""
+def _device_code(library: bytes) -> Iterator[tuple[int, int, int, bool]]:
+    """The parts of fat binaries: where they name their architecture, offset and length of their
+    content, and whether it is machine code for Hopper."""
     position = library.find(_MAGIC)
     while position >= 0:
         version, header, length = struct.unpack_from("<HHQ", library, position + len(_MAGIC))
@@ -140,7 +144,8 @@ def _device_code(library: bytes) -> Iterator[tuple[int, int, bool]]:
         while part < end:
             kind, _, header, content = struct.unpack_from("<HHIQ", library, part)
             (architecture,) = struct.unpack_from("<I", library, part + 28)
-            yield part + header, content, (kind, architecture) == (_MACHINE_CODE, _HOPPER)
+            is_hopper = (kind, architecture) == (_MACHINE_CODE, _HOPPER)
+            yield part + 28, part + header, content, is_hopper
             part += header + content
         position = library.find(_MAGIC, end)
 

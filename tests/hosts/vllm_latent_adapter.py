@@ -346,6 +346,9 @@ def test_refusals() -> None:
     assert ask(parallel=2) == []
     assert AttnlibMLABackend.supports_dcp() and AttnlibMLABackend.supports_pcp()
     assert not AttnlibSparseMLABackend.supports_pcp()
+    assert ask(use_kv_connector=True) == []
+    saved = ask(use_kv_connector=True, use_sparse=True, backend=AttnlibSparseMLABackend)
+    assert saved == ["KV connector not supported"]
     sparse = ask(parallel=2, use_sparse=True, backend=AttnlibSparseMLABackend)
     assert sparse == ["attnlib: no decode context parallelism over selected keys"]
 
