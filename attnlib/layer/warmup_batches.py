@@ -92,8 +92,8 @@ def large_write(limits: BatchLimits) -> tuple[int, ...]:
 def long_batches(spec: AttentionSpec, limits: BatchLimits) -> list[tuple[int, ...]]:
     """Query lengths of the batches of more than `_LONGEST_TILE` tokens that have other kernels."""
     found, most = [large_write(limits)], min(limits.max_num_tokens, limits.max_seq_len)
-    if spec.kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        found += [(tokens,) for tokens in _CHUNKS if tokens <= most]
+    if spec.kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and most >= _CHUNKS[0]:
+        found += [(min(tokens, most),) for tokens in _CHUNKS]
     return found
 
 

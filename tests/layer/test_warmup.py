@@ -14,7 +14,7 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
 from attnlib.layer.warmup import warmup
-from attnlib.layer.warmup_batches import large_write, new_batch, warmup_batches
+from attnlib.layer.warmup_batches import large_write, long_batches, new_batch, warmup_batches
 from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
@@ -71,6 +71,16 @@ def test_a_batch_of_many_tokens_stays_within_the_limits() -> None:
         == (1024,) * 2
     )
     assert large_write(LIMITS) == (40,)
+
+
+@pytest.mark.parametrize(
+    ("longest", "chunks"), [(500, []), (1500, [512, 1500]), (9000, [512, 4095])]
+)
+def test_the_longest_chunk_over_float8_is_run(longest: int, chunks: list[int]) -> None:
+    """Tiles depend on the rows: 1500 tokens of heads of 64 have another one than 512."""
+    spec = SPEC.replace(dtype=torch.bfloat16, kv_cache_dtype="fp8_e4m3")
+    limits = BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=longest)
+    assert long_batches(spec, limits)[1:] == [(tokens,) for tokens in chunks]
 
 
 def test_the_cache_is_unchanged_and_every_batch_is_run(
