@@ -122,7 +122,6 @@ class StepLaunches:
         self._kernels: tuple[BoundLaunch, ...] = (*writes, *of_parts)
         self.hooks = [kernel.hooks for kernel in self._kernels]
         self.needs_alignment = any(part.needs_alignment for part in parts)
-        self.as_bytes = any(part.as_bytes for part in parts)
         self.concurrent = concurrent
         self._index = call.query.get_device()
         self.row_offsets = row_offsets
@@ -184,8 +183,6 @@ class StepLaunches:
                 write_aligned = not (call.addresses | new) & ALIGNMENT
                 given = _with_bytes(values) if write.as_bytes else values
                 write.launches(False, write_aligned).submit(0, given, (batch.slots,))
-            if self.as_bytes:
-                values = _with_bytes(values)
             whole = list(values)
             for launches, of_prefill in self.attention(False, aligned):
                 part, tensors = (
@@ -197,7 +194,8 @@ class StepLaunches:
                     for source in self.row_offsets:
                         x = whole[source]
                         values[source] = None if x is None else x[rows]
-                launches.submit(0, values, part.tensors(tensors))
+                given = _with_bytes(values) if part.as_bytes else values
+                launches.submit(0, given, part.tensors(tensors))
 
     def attention(self, direct: bool, aligned: bool) -> list[tuple[Launches, bool]]:
         """The attention launches of both parts in order, each with whether it is of the prefill
