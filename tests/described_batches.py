@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from typing import Any
 
@@ -30,7 +31,11 @@ from attnlib.workspace import BatchLimits
 __all__ = ["KINDS"]
 
 LIMITS = BatchLimits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=100_000)
-MANY = BatchLimits(max_num_reqs=160, max_num_tokens=1024, max_seq_len=100_000)
+OTHER_LIMITS = {
+    "many decodes": BatchLimits(max_num_reqs=160, max_num_tokens=1024, max_seq_len=100_000),
+    "long prefills": BatchLimits(max_num_reqs=16, max_num_tokens=4096, max_seq_len=100_000),
+    "one request": BatchLimits(max_num_reqs=1, max_num_tokens=1024, max_seq_len=8192),
+}
 LATENTS: dict[str, Any] = {
     "num_kv_heads": 1,
     "head_size": 576,
@@ -68,6 +73,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # Eight decodes for each multiprocessor have another tile beside a prefill than alone.
     "float8, many decodes": ("H100", {**WIDE, "kv_cache_dtype": "fp8"}),
     "mxfp4": ("H100", {**WIDE, "kv_cache_dtype": "mxfp4"}),
+    # Portable prefills do not run beside decodes, whose splits are then combined in their kernel
+    # from 16 requests on: 9 to 15 need another kernel.
+    "int8, many decodes": (
+        "H100",
+        {**WIDE, "head_size": 64, "kv_cache_dtype": "int8_per_token_head"},
+    ),
+    # Groups of 12 have work tiles of one head, and decodes beside them few CTAs.
+    "float8, long prefills": (
+        "H100",
+        {"num_heads": 24, "num_kv_heads": 2, "head_size": 128, "kv_cache_dtype": "fp8"},
+    ),
+    # Several tokens of up to 32 requests have a tile of their own beside a prefill.
+    "window, many decodes": (
+        "H100",
+        {"num_heads": 16, "num_kv_heads": 8, "head_size": 128, "sliding_window": 128},
+    ),
+    # No prefill has a decode before it.
+    "one request": ("H100", {"num_heads": 10, "num_kv_heads": 2, "head_size": 80}),
 }
 DRAWS = 300
 
@@ -75,14 +98,14 @@ DRAWS = 300
 def batch_of(draw: random.Random, limits: BatchLimits) -> list[int]:
     """Query lengths."""
     kind = draw.choice(("decodes", "prefills", "mixed"))
-    queries = []
+    queries, longest = [], math.log2(limits.max_num_tokens) - 0.5
     if kind != "prefills":
         lengths = draw.choice(((1,), (1, 1, 1, 2, 3, 5, 8)))
-        count = draw.randint(1, limits.max_num_reqs - 3)
+        count = draw.randint(1, max(1, limits.max_num_reqs - 3))
         queries += [draw.choice(lengths) for _ in range(count)]
     if kind != "decodes":
-        queries += [int(2 ** draw.uniform(3.2, 9.5)) for _ in range(draw.choice((1, 1, 2, 3)))]
-    while sum(queries) > limits.max_num_tokens:
+        queries += [int(2 ** draw.uniform(3.2, longest)) for _ in range(draw.choice((1, 1, 2, 3)))]
+    while sum(queries) > limits.max_num_tokens or len(queries) > limits.max_num_reqs:
         queries.pop()
     return queries
 
@@ -97,7 +120,8 @@ def used_kernels(spec: AttentionSpec, server: DescribedServer) -> list[NeededKer
         builder = layer.backend.make_builder(spec, device, limits=server.limits)
         for _ in range(DRAWS):
             queries = batch_of(draw, server.limits)
-            bound = max(*queries, 1, int(2 ** draw.uniform(4, 16.6)))
+            bound = min(int(2 ** draw.uniform(4, 16.6)), server.limits.max_seq_len)
+            bound = max(*queries, 1, bound)
             table = torch.zeros(
                 len(queries), -(-server.limits.max_seq_len // spec.block_size)
             ).int()
@@ -119,7 +143,7 @@ def main() -> None:
     result = {}
     for kind, (device, sizes) in KINDS.items():
         spec = AttentionSpec(**{"dtype": torch.bfloat16, "block_size": 16, **sizes})
-        limits = MANY if "many decodes" in kind else LIMITS
+        limits = OTHER_LIMITS.get(kind.split(", ")[-1], LIMITS)
         server = DescribedServer(resolve_device(device), limits)
         known = {kernel.key for kernel in needed_kernels(server, [DescribedLayer(spec)])}
         with torch.no_grad():

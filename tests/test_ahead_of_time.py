@@ -96,7 +96,8 @@ def test_random_batches_need_no_further_kernel() -> None:
         assert kernels["lacking"] == [], kind
         # Of undivided and of divided prefills, whose splits `combine_kernel` combines.
         prefills = [name for name in kernels["used"] if re.search("prefill|latent_decode", name)]
-        assert len(prefills) >= 2 and "combine_kernel" in kernels["used"], kind
+        divides = "window" not in kind  # of 128 keys
+        assert len(prefills) >= 1 + divides and ("combine_kernel" in kernels["used"]) == divides
     # One and several blocks of query rows of a request, and those of prefills that fill the chip.
     assert found["16 latent heads"]["used"].count("hopper_latent_decode_kernel") == 3
 

@@ -141,9 +141,10 @@ def _batches(
     builder: AttentionMetadataBuilder[Any], limits: BatchLimits, device: torch.device
 ) -> dict[tuple[int, ...], list[int]]:
     """Query lengths of the batches to run -> bounds on sequence lengths."""
-    lengths, most = warmup_batches(limits, builder.reorder_batch_threshold), limits.max_seq_len
+    threshold, most = builder.reorder_batch_threshold, limits.max_seq_len
+    lengths = warmup_batches(limits, threshold)
     if runs_kernels(device) and builder.spec.is_paged:
-        lengths += long_batches(builder.spec, limits)
+        lengths += long_batches(builder.spec, limits, threshold)
     found = {one: builder.seq_len_bounds(len(one), max(one), max(most, *one)) for one in lengths}
     for one in builder.warmup_lengths(limits):
         found.setdefault(one, [most])

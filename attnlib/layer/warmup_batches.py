@@ -57,29 +57,42 @@ def warmup_batches(
     most = min(limits.max_num_tokens, limits.max_seq_len)
     longest = min(most, _LONGEST_TILE)
     queries = sorted({*range(1, min(threshold, most) + 1), *_powers(longest)})
-    found: dict[tuple[int, ...], None] = {}
+    found: list[tuple[int, ...]] = []
     for query in queries:
         for reqs in _powers(limits.max_num_reqs):
-            if reqs * query <= limits.max_num_tokens and (query <= threshold or reqs <= 2):
-                found[(query,) * reqs] = None
+            if query <= threshold or reqs <= 2:
+                found.append(_decodes(reqs, query, limits.max_num_tokens))
+            if query in _powers(min(threshold, most)):
+                # Programs do not share them evenly: they have splits.
+                found.append(_decodes(reqs - 1, query, limits.max_num_tokens))
     # The number of leading decodes determines the alignment of the arrays of the prefill part, and
-    # the tile of decodes that leave room for prefills.
-    for decodes in sorted({*range(1, 5), *_powers(limits.max_num_reqs - 1)} - {0}):
-        for query in (threshold + 1, *((longest - decodes,) if decodes < 5 else ())):
-            if (
-                threshold < query <= most
-                and decodes + query <= limits.max_num_tokens
-                and decodes + 1 <= limits.max_num_reqs
-            ):
-                found[(1,) * decodes + (query,)] = None
-    # Decodes that programs do not share evenly have splits, alone and beside a prefill, where fewer
-    # programs share them.
-    for query in _powers(threshold) if threshold < most else ():
-        decodes = min(limits.max_num_reqs - 1, (limits.max_num_tokens - threshold - 1) // query)
-        if decodes > 0:
-            found[(query,) * decodes] = None
-            found[(query,) * decodes + (threshold + 1,)] = None
-    return list(found)
+    # they have tiles of their own beside it. The rows of the shortest prefill may be those of no
+    # power of two.
+    room = limits.max_num_tokens - threshold - 1
+    for decodes in sorted({*range(5), *_powers(limits.max_num_reqs - 1)}):
+        for query in _powers(threshold):
+            found.append((*_decodes(decodes, query, room), threshold + 1))
+        if decodes < 5 and longest - decodes > threshold:
+            found.append((1,) * decodes + (longest - decodes,))
+    return _within(limits, found)
+
+
+def _within(limits: BatchLimits, lengths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The different batches among these that are within the limits."""
+    return [
+        one
+        for one in dict.fromkeys(lengths)
+        if 0 < len(one) <= limits.max_num_reqs
+        and sum(one) <= limits.max_num_tokens
+        and max(one) <= limits.max_seq_len
+    ]
+
+
+def _decodes(reqs: int, query: int, room: int) -> tuple[int, ...]:
+    """Query lengths of requests, of which one has `query` tokens, and all if `room` holds them."""
+    if reqs * query <= room:
+        return (query,) * reqs
+    return (1,) * (reqs - 1) + (query,)
 
 
 def large_write(limits: BatchLimits) -> tuple[int, ...]:
@@ -89,12 +102,23 @@ def large_write(limits: BatchLimits) -> tuple[int, ...]:
     return (query,) * min(limits.max_num_reqs, tokens // query)
 
 
-def long_batches(spec: AttentionSpec, limits: BatchLimits) -> list[tuple[int, ...]]:
-    """Query lengths of the batches of more than `_LONGEST_TILE` tokens that have other kernels."""
+def long_batches(
+    spec: AttentionSpec, limits: BatchLimits, decode_threshold: int | None = None
+) -> list[tuple[int, ...]]:
+    """Query lengths of the batches of more than `_LONGEST_TILE` tokens that have other kernels;
+    arguments as of `warmup_batches`."""
     found, most = [large_write(limits)], min(limits.max_num_tokens, limits.max_seq_len)
     if spec.kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and most >= _CHUNKS[0]:
         found += [(min(tokens, most),) for tokens in _CHUNKS]
-    return found
+    # Long prefills leave few programs for the decodes beside them, and are not copied.
+    threshold = decode_threshold or 1
+    for query in _powers(threshold):
+        for reqs in _powers(limits.max_num_reqs - 1):
+            decodes = _decodes(reqs, query, limits.max_num_tokens - threshold - 1)
+            prefill = min(_CHUNKS[1], most, limits.max_num_tokens - sum(decodes))
+            if prefill > threshold:
+                found.append((*decodes, prefill))
+    return _within(limits, found)
 
 
 def _powers(limit: int) -> list[int]:

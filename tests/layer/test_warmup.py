@@ -43,7 +43,8 @@ def test_batches_cover_the_classes_and_stay_within_the_limits() -> None:
     assert {lengths.count(1) for lengths in mixed} == {0, 1, 2, 3, 4, 5} and {
         max(lengths) for lengths in mixed
     } >= {9, 39}
-    assert (4,) * 5 in batches and (2, 2, 2, 2, 2, 9) in batches
+    # Decodes that programs do not share evenly, and those of which not all have several tokens.
+    assert {(4,) * 3, (4,) * 5, (9,), (1, 1, 1, 1, 1, 8), (2,) * 5 + (9,)} <= set(batches)
     assert warmup_batches(BatchLimits(max_num_reqs=1, max_num_tokens=1, max_seq_len=1)) == [(1,)]
 
 
@@ -80,7 +81,9 @@ def test_the_longest_chunk_over_float8_is_run(longest: int, chunks: list[int]) -
     """Tiles depend on the rows: 1500 tokens of heads of 64 have another one than 512."""
     spec = SPEC.replace(dtype=torch.bfloat16, kv_cache_dtype="fp8_e4m3")
     limits = BatchLimits(max_num_reqs=8, max_num_tokens=8192, max_seq_len=longest)
-    assert long_batches(spec, limits)[1:] == [(tokens,) for tokens in chunks]
+    assert [one for one in long_batches(spec, limits)[1:] if len(one) == 1] == [
+        (tokens,) for tokens in chunks
+    ]
 
 
 def test_the_cache_is_unchanged_and_every_batch_is_run(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from attnlib.backends.triton.scheduler import Scheduler
 from attnlib.ops.triton.heuristics.hopper_tiles import SHORT_CONTEXT
 from attnlib.ops.triton.heuristics.splits import (
+    LEAST_DIVIDED_KEYS,
     MOST_PREFILL_ROWS,
     paged_decode_workspace_bytes,
     prefill_splits,
@@ -138,6 +139,8 @@ def seq_len_bounds(scheduler: Scheduler, num_reqs: int, least: int, most: int) -
             edges += [keys * scheduler.limits.num_sms // num_reqs for keys in few]
         turns += [edge + side for edge in edges for side in (0, 1)]
         turns += _copied_lengths(scheduler, num_reqs, least)
+        if num_reqs == 1:  # splits of a prefill, which are combined in steps of their number
+            turns += [1 << bits for bits in range(LEAST_DIVIDED_KEYS.bit_length(), 32)]
     inner = {edge + side for edge in _tile_edges(scheduler, num_reqs, most) for side in (0, 1)}
     if len(inner) > 2:
         powers = range(most.bit_length())
