@@ -106,7 +106,7 @@ rounded."""
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gated delta", "kimi delta", "mamba2"])
 def test_states_are_rounded_where_the_form_stores_them(name: str, form: str) -> None:
-    """T13: the outputs are those of states that are rounded there, and of no others."""
+    """T9, T13: the outputs are those of states that are rounded there, and of no others."""
     spec = KINDS[name].replace(conv_channels=0, conv_width=0, has_conv_bias=False, form=form)
     spec = spec.replace(state_dtype=torch.bfloat16, max_rollback=int(form == "snapshots"))
     layer, request = draw_layer(spec), draw_tokens(spec, 33, 5)
