@@ -132,7 +132,9 @@ _VLLM = {
         _LATER,
         f"{_ADAPTER}::test_drafts_with_a_cache_of_their_own_beside_a_divided_one",
     ),
-    "decode context parallelism: masks by batch": _both("refused: no code for them"),
+    "decode context parallelism: masks by batch, pages with scales": _both(
+        "refused: no code for them"
+    ),
     "prefill context parallelism of latents": _both(f"{_RUNS}::test_tokens_of_two_processes"),
     "prefill context parallelism elsewhere": _both(
         "refused: vLLM divides no prompts of dense layers"

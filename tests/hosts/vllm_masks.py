@@ -19,6 +19,7 @@ from attnlib.integrations.vllm.backend import AttnlibBackend
 from attnlib.integrations.vllm.builder import AttnlibMetadataBuilder
 from attnlib.integrations.vllm.masks import Mask
 from attnlib.integrations.vllm.mla_backend import AttnlibMLABackend
+from attnlib.integrations.vllm.page_backend import backend_of
 
 IMAGES: dict[str, Any] = {"model": {"is_mm_prefix_lm": True}}
 WINDOW = 11
@@ -196,14 +197,17 @@ def test_models_with_images_capture_no_prefills(monkeypatch: pytest.MonkeyPatch)
     assert level(Layer(**IMAGES).config, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
-@pytest.mark.parametrize("question", ["use_mm_prefix", "use_rswa", "use_non_causal"])
-def test_masks_over_a_distributed_cache_are_refused(question: str) -> None:
+@pytest.mark.parametrize("question", ["use_mm_prefix", "use_rswa", "use_non_causal", ""])
+def test_masks_and_pages_with_scales_over_a_distributed_cache_are_refused(question: str) -> None:
+    """vLLM 0.26 does not say in its question that the cache is distributed."""
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
-    if question not in known or "use_dcp" not in known:
+    if question and question not in known:
         pytest.skip("this release of vLLM does not ask")
-    assert ask(**{question: True}) == []
-    (reason,) = ask(**{question: True, "use_dcp": True})
-    assert "no decode context parallelism" in reason
+    changes: dict[str, Any] = {question: True} if question else {"backend": backend_of("nvfp4")}
+    assert ask(**changes) == []
+    get_current_vllm_config().parallel_config.decode_context_parallel_size = 2
+    (reason,) = ask(**changes)
+    assert "no decode context parallelism with" in reason
 
 
 def test_alibi_root_and_images_are_refused() -> None:

@@ -22,8 +22,9 @@ BY_THE_ENGINE = {
 }  # fmt: skip
 """What the engine refuses before it asks attnlib."""
 REFUSALS = {
-    ("vllm", "decode context parallelism: masks by batch"): (
-        "tests/hosts/vllm_masks.py::test_masks_over_a_distributed_cache_are_refused"
+    ("vllm", "decode context parallelism: masks by batch, pages with scales"): (
+        "tests/hosts/vllm_masks.py"
+        "::test_masks_and_pages_with_scales_over_a_distributed_cache_are_refused"
     ),
     ("vllm", "prefill context parallelism elsewhere"): f"{_ADAPTER}::test_one_refusal_of_each_kind",
     ("vllm", "KV connectors of sparse latents"): f"{_LATENT}::test_refusals",

@@ -130,14 +130,27 @@ def refuse_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _is_divided(question: Mapping[str, Any]) -> bool:
+    """Whether the ranks of a group have a part of the cache each. vLLM 0.26 does not say."""
+    config = get_current_vllm_config_or_none()
+    size = 1 if config is None else config.parallel_config.decode_context_parallel_size
+    return bool(question.get("use_dcp")) or size > 1
+
+
 def rejections(question: Mapping[str, Any]) -> list[str]:
     """Every reason why attnlib cannot serve such layers; empty if it can."""
     try:
         spec = spec_of(question)
         select(spec)
         masks = [mask for key, mask in _MASKS.items() if question.get(key)]
-        if masks and question.get("use_dcp"):
-            return [f"attnlib: no decode context parallelism with {masks[0].value} masks"]
+        if _is_divided(question):
+            if masks:
+                return [f"attnlib: no decode context parallelism with {masks[0].value} masks"]
+            if spec.scales_in_page:
+                return [
+                    "attnlib: no decode context parallelism with pages of "
+                    f"{spec.kv_cache_dtype}: choose auto or fp8"
+                ]
         for mask in masks:
             select(masked_spec(spec, mask, retained=PROBE_WINDOW))
     except (UnsupportedConfigError, BackendUnavailableError) as error:
