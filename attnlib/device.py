@@ -113,7 +113,7 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
     """
     if isinstance(device, DeviceInfo):
         return device
-    architecture = re.fullmatch(r"sm_?(\d+)(\d)a?", device) if isinstance(device, str) else None
+    architecture = re.fullmatch(r"sm_?([12]?\d)(\d)a?", device) if isinstance(device, str) else None
     if architecture:
         capability = (int(architecture[1]), int(architecture[2]))
         return DeviceInfo("cuda", 0, capability, is_hypothetical=True)

@@ -60,7 +60,7 @@ def test_a_device_of_another_machine_by_name(
     assert str(info) == f"{driver_name}, {architecture} (hypothetical device)"
 
 
-@pytest.mark.parametrize("name", ["gpu", "NVIDIA", "NVIDIA H1000", "RTX H100", ""])
+@pytest.mark.parametrize("name", ["gpu", "NVIDIA", "NVIDIA H1000", "RTX H100", "sm_901", ""])
 def test_an_unknown_device_is_an_error(name: str) -> None:
     """The message lists the names that are known."""
     with pytest.raises(
