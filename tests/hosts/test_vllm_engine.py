@@ -34,6 +34,7 @@ STORED["deepseek fp8"] = "fp8"
 """Model and more -> `kv_cache_dtype` of the cache that a connector saves."""
 
 STATES = {"ATTNLIB_VLLM_STATES": "1"}
+LITTLE = {"num_gpu_blocks_override": 16, "max_model_len": 192, "disable_log_stats": False}
 ROTATION = {"attnlib": {"kv_rotation": "hadamard"}}
 
 
@@ -53,6 +54,8 @@ def results(request: pytest.FixtureRequest, engine: Any, models: Path) -> dict[s
     cases = state_cases(models, request.param)  # first: only the first engine may have experts
     cases |= {name: {"model": str(models / name)} for name in MODELS}
     cases["llama twice"] = {**cases["llama"], "repeat": 2}
+    cases["little memory"] = {**cases["llama"], "arguments": LITTLE}
+    cases["tiny chunks"] = {**cases["gemma2"], "arguments": {"max_num_batched_tokens": 8}}
     cases["blocks of 64"] = {**cases["llama"], "arguments": {"block_size": 64}}
     cases["one window for all"] = {
         **cases["gemma2"], "arguments": {"disable_hybrid_kv_cache_manager": True}
@@ -138,6 +141,16 @@ def test_cached_prefixes_give_the_same_tokens(results: dict[str, Any], models: P
     again = results["llama twice"]
     assert again["tokens"] == expected_tokens(models, "llama")
     assert sum(again["cached_tokens"]) >= 128  # 0.33 caches longer runs of blocks
+
+
+def test_preempted_requests_and_tiny_chunks_give_the_same_tokens(
+    results: dict[str, Any], models: Path
+) -> None:
+    """A chunk of eight tokens holds parts of several prompts beside decodes."""
+    preempted, chunks = results["little memory"], results["tiny chunks"]
+    assert preempted["tokens"] == expected_tokens(models, "llama")
+    assert preempted["preemptions"] > 0 or results["version"] == VLLM[1]  # which lets them wait
+    assert chunks["tokens"] == expected_tokens(models, "gemma2")
 
 
 def test_block_size(results: dict[str, Any], models: Path) -> None:
