@@ -162,6 +162,11 @@ KERNELS = (
         "state layers with targets: decodes, verification, prefills, steps in one launch",
     ),
     Step(
+        "state_peers",
+        "-m benchmarks.gpu.state_peers --out {out}/state_peers.json",
+        "kernels of state layers beside those of other packages, in CUDA graphs",
+    ),
+    Step(
         "expanded_prefill",
         "-m benchmarks.gpu.expanded_prefill --out {out}/expanded_prefill.json",
         "the expanded prefill over blocks and packed, beside FlashAttention 3",
@@ -246,6 +251,11 @@ STEPS = (
             f"the conformance suite on {name} of benchmarks/gpu/variants.py",
         )
         for name in ("Hopper", "LongContext", "Portable")
+    ),
+    Step(
+        "certificate",
+        "-m attnlib verify triton --certify batch-invariance --json {out}/certificate.json",
+        "equal bits of batch-invariant layers in all batches, splits, drafts and graphs",
     ),
     Step(
         "parity",
