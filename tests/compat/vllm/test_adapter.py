@@ -178,7 +178,7 @@ def test_a_shape_without_a_layout_is_refused() -> None:
 
     with pytest.raises(ContractError, match="which is none of NHD"):
         adapt_backend(Odd)
-    with pytest.raises(ContractError, match="no permutation: run it in attnlib.compat.vllm"):
+    with pytest.raises(ContractError, match="not a permutation: run it in attnlib.compat.vllm"):
         adapt_backend(styles.Packed)
 
 
