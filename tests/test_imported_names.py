@@ -69,7 +69,7 @@ def missing_names(file: Path) -> Iterator[str]:
         if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
             continue
         beside = file.with_name(f"{node.module}.py")  # scripts import those of their folder
-        if beside.is_file():
+        if beside.is_file() and ROOT / "attnlib" not in file.parents:
             names = _names(beside)
         elif node.module.partition(".")[0] in ("attnlib", "tests", "benchmarks"):
             names = _names(_file(node.module))
