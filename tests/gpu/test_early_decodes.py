@@ -88,7 +88,9 @@ def test_queries_that_are_written_late(name: str, kind: str) -> None:
 
     def uncombined() -> tuple[torch.Tensor, torch.Tensor]:
         found = torch.empty_like(late), torch.empty(late.shape[:2], device="cuda")
-        splits = layer.impl.forward_uncombined(late, cache, early, *found)
+        splits = layer.impl.forward_uncombined(  # type: ignore[attr-defined]  # of this backend
+            late, cache, early, *found
+        )
         assert (splits is None) == (requests > 32)
         out, lse = (x.cpu() for x in found)
         if splits is not None:

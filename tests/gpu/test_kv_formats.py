@@ -82,7 +82,8 @@ def test_keys_and_values_with_tables_of_their_own() -> None:
             for backend in ("torch", "triton"):
                 layer = attnlib.Attention(spec, backend=backend, device="cuda")
                 cache = attnlib.PagedKVCache.allocate(spec, 60, "cuda")
-                cache.write(before, before.roll(1, 0), torch.arange(60 * 16, device="cuda"))
+                slots = torch.arange(60 * 16, device="cuda")
+                layer.impl.write_kv(before, before.roll(1, 0), cache, slots)
                 batch = attnlib.CommonAttentionMetadata.from_lengths(
                     queries, lengths, table, 16, "cuda"
                 )
