@@ -17,8 +17,10 @@ from attnlib.ops.triton.launch.cache import LAUNCHES
 
 __all__ = ["merge_words", "share_words"]
 
-_SPLIT_ELEMENTS = 16384
-"""Of the splits that a program loads at a time: 64 in each of 256 threads."""
+_SPLIT_ELEMENTS = 2048
+"""Of the splits that a warp loads at a time: 64 in each of 32 threads."""
+_MOST_WARPS = 8
+"""Of a program that combines splits."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -114,12 +116,19 @@ def merge_words(
 def _merge_launch(
     words: Tensor, out: Tensor, world: int, has_sink: bool, has_splits: bool
 ) -> BoundLaunch:
-    """The launch of `merge_words`, whose `partial` is in words."""
+    """The launch of `merge_words`, whose `partial` is in words.
+
+    No two warps may have the same words: each would load them at another time, and the wait would
+    end when one of both has seen them arrive. The other would go on with older ones.
+    """
     padded, lanes = triton.next_power_of_2(world), triton.next_power_of_2(words.shape[2])
-    programs, warps, step = out.shape[0] * out.shape[1], max(1, min(4, padded * lanes // 256)), 0
+    programs, limits = out.shape[0] * out.shape[1], limits_of(out)
+    warps, step = max(1, min(4, padded * lanes // 256)), 0
     if has_splits:
+        threads = 64 if limits.is_amd else 32
+        warps = max(1, min(_MOST_WARPS, padded * lanes // threads))
         elements = padded * triton.next_power_of_2(out.shape[2])
-        warps, step = 8, max(1, min(32, _SPLIT_ELEMENTS // elements))
+        step = max(1, min(32, warps * _SPLIT_ELEMENTS // elements))
     return BoundLaunch(
         merge_words_kernel,
         (programs, 1, 1),
@@ -135,7 +144,7 @@ def _merge_launch(
             "STEP": step,
             "ON_GPU": _can_stop(out),
             "num_warps": warps,
-            **programmatic_launch(limits_of(out), programs),
+            **programmatic_launch(limits, programs),
         },
     )
 

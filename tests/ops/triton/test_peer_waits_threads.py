@@ -17,15 +17,18 @@ FOLDER = Path(__file__).parents[3] / "attnlib" / "ops" / "triton"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_warps_leave_a_wait_together(target: str) -> None:
-    """A merge whose warps left one by one gave wrong results under load. Nothing is read before
-    the kernel before has ended, and no wait begins before all words are sent."""
+    """A merge whose warps left one by one gave wrong results under load, and so did one with words
+    that two warps had. Nothing is read before the kernel before has ended, and no wait begins
+    before all words are sent."""
     kernels = compile_in_process("tests.ops.triton.waiting_threads", target)
-    assert [each["warps"] for each in kernels if "merge" in each["kernel"]] == [4, 8, 2, 8, 2, 8]
+    warps = [each["warps"] for each in kernels if "merge" in each["kernel"]]
+    assert warps == [4, 8, 2, 8, 2, 8, 1, 4]
     for kernel in kernels:
         in_source, in_machine_code = kernel["sent"]
         assert kernel["loops"] and 0 < in_source == in_machine_code, kernel
         assert kernel["overlaps"] == (target != "sm_80") and not kernel["reads_before"], kernel
         assert kernel["warps"] == 1 or not kernel["branches"], kernel
+        assert not kernel["of_two_warps"], kernel
 
 
 def test_no_other_kernel_waits_for_memory() -> None:
@@ -49,6 +52,14 @@ def test_a_branch_on_a_loaded_word_is_found() -> None:
     assert divergent(loop.replace("SHARED", alone)) == ["@%p2 bra $L_1;"]
     lines = loop.replace("SHARED", together).replace("; ld", ";\nld")
     assert divergent(lines) == []
+
+
+def test_words_of_two_warps_are_found() -> None:
+    waiting_threads = pytest.importorskip("tests.ops.triton.waiting_threads")
+    ttgir = """#blocked = #ttg.blocked<{threadsPerWarp = [1, 32], warpsPerCTA = [WARPS]}>
+        %1 = tt.load %2, %3 {isVolatile = true} : tensor<2x64x!tt.ptr<i64>, #blocked> loc(#4)"""
+    for warps, count in (("4, 2", 1), ("2, 2", 0), ("1, 1", 0)):
+        assert len(waiting_threads.words_of_two_warps(ttgir.replace("WARPS", warps))) == count
 
 
 def test_words_that_are_sent_during_a_wait_are_found() -> None:

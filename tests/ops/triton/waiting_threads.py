@@ -5,7 +5,8 @@
 prints a JSON line for each kernel of several warps. Needs a process that does not interpret Triton.
 A word of another rank may arrive between the loads of two warps. If they then leave a loop one by
 one, they meet at different barriers, and values in shared memory are mixed. A branch may depend on
-such a word only through shared memory, from which all threads read the same.
+such a word only through shared memory, from which all threads read the same. Where two warps have
+the same words, one of them is asked only, and the other may have older ones.
 
 Nothing but their order in a thread lets words arrive before the other rank waits for the answer:
 the machine code must store all of them, whole, before it reads any of another rank.
@@ -29,6 +30,7 @@ from tests.ops.triton.sass import disassemble
 __all__ = ["divergent_branches"]
 
 _BRANCH = re.compile(r"@!?(%p\d+) bra\s+(\$\w+);")
+_WORDS = re.compile(r"isVolatile = true\} : tensor<(\d+x\d+)x!tt\.ptr<i64>, (#\w+)>")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
 
@@ -65,6 +67,20 @@ def _reads_words(predicate: str, made_from: dict[str, list[tuple[str, list[str]]
     return False
 
 
+def words_of_two_warps(ttgir: str) -> list[str]:
+    """The loads of words `[ranks, words]` that several warps make, by their layout."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", ttgir, re.MULTILINE))
+    loads, found = _WORDS.findall(ttgir), []
+    assert loads, "no words are read"
+    for shape, name in loads:
+        fields = dict(re.findall(r"(\w+) = \[([\d, ]+)\]", layouts[name]))
+        lines = (shape.replace("x", ", "), fields["threadsPerWarp"], fields["warpsPerCTA"])
+        sizes = zip(*(map(int, line.split(", ")) for line in lines), strict=True)
+        if any(size < threads * warps and warps > 1 for size, threads, warps in sizes):
+            found.append(f"{shape}: {layouts[name]}")
+    return found
+
+
 def sent_words(ptx: str) -> int:
     """The stores of words, of 8 bytes or two of them; the record of an error is none."""
     return len(re.findall(r"st\.global\.(?:v2\.)?b64 \[ ", ptx))
@@ -79,8 +95,9 @@ def sent_before_waits(code: str) -> int:
 
 
 def main(target: str) -> None:
-    """Merges of heads of 512 elements and in float32, by 2 and 4 ranks."""
-    cases = ((4, torch.bfloat16, 512), (2, torch.bfloat16, 512), (4, torch.float32, 128))
+    """Merges of heads of 512 elements, of few words and in float32, by 2 and 4 ranks."""
+    bfloat16 = torch.bfloat16
+    cases = ((4, bfloat16, 512), (2, bfloat16, 512), (4, torch.float32, 128), (2, bfloat16, 128))
     for world, dtype, size in cases:
         num_bytes = PeerBuffers.num_bytes()
         buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(world)]
@@ -105,6 +122,7 @@ def main(target: str) -> None:
                     ],
                     "reads_before": bool(wait) and bool(re.search(r"ld\.(global|vol)", before)),
                 }
+                row["of_two_warps"] = words_of_two_warps(kernel.asm["ttgir"])
                 print(json.dumps({"kernel": kernel.metadata.name, **row, "branches": found}))
 
 
