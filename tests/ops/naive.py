@@ -1,4 +1,4 @@
-"""Attention computed one head of one query at a time, in float64: the reference of these tests.
+"""Attention computed one head of one request at a time, in float64: the reference of these tests.
 
 It shares no code with any kernel, so that a mistake would have to be made twice to be missed.
 """
@@ -85,11 +85,11 @@ def naive_varlen_attention(
 
 
 def gather_positions(cache: Tensor, blocks: list[int], seq_len: int, block_size: int) -> Tensor:
-    """The first `seq_len` positions of a request, `[seq_len, Hkv, D]` float64, read one by one."""
-    rows = []
-    for position in range(seq_len):
-        rows.append(cache[blocks[position // block_size], position % block_size].cpu().double())
-    return torch.stack(rows) if rows else torch.zeros(0, *cache.shape[2:], dtype=torch.float64)
+    """The first `seq_len` positions of a request, `[seq_len, Hkv, D]` float64."""
+    used = torch.tensor(blocks[: -(-seq_len // block_size)], dtype=torch.int64)
+    bytes_ = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    rows = bytes_[used.to(cache.device)].view(cache.dtype)  # not every torch indexes float8
+    return rows.flatten(0, 1)[:seq_len].cpu().double()
 
 
 def _attend(
@@ -103,51 +103,49 @@ def _attend(
     lse = torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float64)
     for request, (request_keys, request_values) in enumerate(zip(keys, values, strict=True)):
         seq_len, num_kv_heads = request_keys.shape[:2]
-        query_len = starts[request + 1] - starts[request]
+        rows = slice(starts[request], starts[request + 1])
+        origin = seq_len - (rows.stop - rows.start)
         is_causal = bool(causal[request]) if isinstance(causal, Tensor) else causal
-        for i in range(query_len):
-            token, position = starts[request] + i, seq_len - query_len + i
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                q = query[token, head].cpu().double()
-                logits: list[float] = []
-                seen: list[int] = []
-                for k in range(seq_len):
-                    if not _visible(k, position, is_causal, window, chunk):
-                        continue
-                    score = (
-                        scale * float(q @ request_keys[k, kv_head]) * _per_head(k_scale, kv_head)
-                    )
-                    if cap > 0:
-                        score = cap * math.tanh(score / cap)
-                    if alibi_slopes is not None:
-                        score -= float(alibi_slopes[head]) * abs(position - k)
-                    if query_bias is not None and k >= seq_len - query_len:
-                        score += float(query_bias[token, k - (seq_len - query_len)])
-                    if score > -math.inf:
-                        logits.append(score)
-                        seen.append(k)
-                sink = [float(sinks[head])] if sinks is not None else []
-                largest = max(logits + sink, default=-math.inf)
-                if largest == -math.inf:
-                    continue
-                denominator = sum(math.exp(logit - largest) for logit in logits + sink)
-                lse[token, head] = largest + math.log(denominator)
-                for logit, k in zip(logits, seen, strict=True):
-                    weight = math.exp(logit - largest) / denominator * _per_head(v_scale, kv_head)
-                    out[token, head] += weight * request_values[k, kv_head]
+        position, key = torch.arange(origin, seq_len)[:, None], torch.arange(seq_len)
+        hidden = ~_visible(key, position, is_causal, window, chunk)
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            products = query[rows, head].cpu().double() @ request_keys[:, kv_head].T
+            scores = scale * products * _per_head(k_scale, kv_head)
+            if cap > 0:
+                scores = cap * torch.tanh(scores / cap)
+            if alibi_slopes is not None:
+                scores -= float(alibi_slopes[head]) * (position - key).abs().double()
+            if query_bias is not None:
+                own = key[key >= origin]
+                scores[:, own] += query_bias[rows].cpu().double()[:, own - origin]
+            scores[hidden] = -math.inf
+            if sinks is not None:
+                sink = sinks[head].cpu().double().expand(len(scores), 1)
+                scores = torch.cat((scores, sink), 1)
+            lse[rows, head] = scores.logsumexp(1)
+            weights = (scores - lse[rows, head, None]).exp()[:, :seq_len]
+            weights[lse[rows, head] == -math.inf] = 0.0
+            sums = weights @ request_values[:, kv_head]
+            out[rows, head] = sums * _per_head(v_scale, kv_head)
     return out, lse
 
 
-def _visible(k: int, position: int, causal: bool, window: tuple[int, int], chunk: int) -> bool:
+def _visible(
+    key: Tensor, position: Tensor, causal: bool, window: tuple[int, int], chunk: int
+) -> Tensor:
+    """Which keys `[S]` the queries at some positions `[T, 1]` see, `[T, S]`."""
     left, right = window
-    if causal and k > position:
-        return False
-    if left >= 0 and k < position - left:
-        return False
-    if right >= 0 and k > position + right:
-        return False
-    return not (chunk > 0 and k // chunk != position // chunk)
+    seen = torch.ones(len(position), len(key), dtype=torch.bool)
+    if causal:
+        seen &= key <= position
+    if left >= 0:
+        seen &= key >= position - left
+    if right >= 0:
+        seen &= key <= position + right
+    if chunk > 0:
+        seen &= key // chunk == position // chunk
+    return seen
 
 
 def _per_head(scale: float | Tensor, kv_head: int) -> float:
