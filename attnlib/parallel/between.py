@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["attend_keys", "leaves_splits"]
 
 _MOST_PROGRAMS = 128
-"""Tokens times heads of a rank, one program each, whose splits the exchange combines: with their
-registers, a multiprocessor runs one at a time."""
+"""Tokens times heads of a rank, one program each, whose splits the exchange combines: with the
+registers of eight warps, a multiprocessor runs one at a time."""
 
 
 def attend_keys(
