@@ -10,12 +10,12 @@ of the archives:
     for one in *.tar.xz; do python3 -m tarfile -e $one site; done; export PYTHONPATH=$PWD/site
 
 The machine has a Hopper GPU, CPython 3.12 on x86-64, torch 2.11, triton 3.6, transformers 5.17,
-what these three need, and the packages of --present. `packages` has what vLLM and SGLang import
-besides (`requirements.txt` of the tests of hosts). Of compiled libraries an archive has only what
-a run loads, and in them the code for Hopper: other code is replaced by zeros, as are symbols for
-debuggers and FlashAttention's kernels with a soft cap. A kernel that was left out fails when it is
-launched, as one that was not built for the GPU. Models with experts need `_moe_C`, which is not
-packed. --wheels keeps the downloads.
+and the packages of --present. `packages` has what vLLM and SGLang import besides
+(`requirements.txt` of the tests of hosts), and what that requires in turn. Of compiled libraries an
+archive has only what a run loads, and in them the code for Hopper: other code is replaced by zeros,
+as are symbols for debuggers and FlashAttention's kernels with a soft cap. A kernel that was left
+out fails when it is launched, as one that was not built for the GPU. Models with experts need
+`_moe_C`, which is not packed. --wheels keeps the downloads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,30 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from email.parser import HeaderParser
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "tests" / "hosts" / "requirements.txt"
 PRESENT = (
-    "aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "certifi", "cloudpickle", "einops",
-    "frozenlist", "fsspec", "httpcore", "httpx", "huggingface_hub", "ipython", "llvmlite",
-    "multidict", "numba", "pillow", "prometheus_client", "propcache", "psutil", "py-cpuinfo",
-    "regex", "requests", "safetensors", "tokenizers", "traitlets", "transformers", "uvloop", "yarl",
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated-doc", "anyio", "attrs", "certifi",
+    "charset-normalizer", "click", "cloudpickle", "einops", "frozenlist", "fsspec", "h11",
+    "httpcore", "httpx", "huggingface_hub", "idna", "llvmlite", "multidict", "numba", "numpy",
+    "pillow", "prometheus_client", "propcache", "psutil", "py-cpuinfo", "pygments", "pyyaml",
+    "regex", "requests", "safetensors", "six", "tokenizers", "torch", "tqdm", "transformers",
+    "triton", "urllib3", "uvloop", "yarl",
 )  # fmt: skip
-"""Requirements that the machine has, or that only a shell needs."""
+"""Requirements that the machine has."""
+MACHINE = {
+    "python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux",
+    "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix",
+    "implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": "",
+}  # fmt: skip
+"""Its markers."""
 WITH_SGLANG = {
     "0.5.17": ("sglang-kernel==0.4.5",),
     "0.5.23": ("sglang-kernel==0.4.10",),
@@ -104,11 +116,8 @@ def files_of(wheel: Path) -> Iterator[tuple[str, bytes, bool]]:
             if is_library and engine and not LIBRARIES.match(name):
                 continue
             data = archive.read(entry)
-            yield (
-                name,
-                shrink(data) if is_library else data,
-                bool(entry.external_attr >> 16 & 0o100),
-            )
+            is_program = bool(entry.external_attr >> 16 & 0o100)
+            yield name, shrink(data) if is_library else data, is_program
 
 
 def shrink(library: bytes) -> bytes:
@@ -152,26 +161,53 @@ def _device_code(library: bytes) -> Iterator[tuple[int, int, int, bool]]:
 
 def _has_soft_caps(library: bytes, offset: int, length: int) -> bool:
     """Whether all kernels in machine code are those of FlashAttention 3 with a soft cap."""
-    kernels = [
-        name
-        for name in _KERNEL.findall(library, offset, offset + length)
-        if b"CollectiveMainloopFwdSm90" in name
-    ]
+    found = _KERNEL.findall(library, offset, offset + length)
+    kernels = [name for name in found if b"CollectiveMainloopFwdSm90" in name]
     return bool(kernels) and all(_SOFT_CAP.search(name) for name in kernels)
 
 
-def wheels_of(part: str, wheels: Path, present: set[str]) -> list[Path]:
+def requirements_of(wheel: Path) -> dict[str, str]:
+    """What a wheel needs on the machine: name -> requirement, without extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    found = map(Requirement, metadata.get_all("Requires-Dist", []))
+    return {
+        canonicalize_name(one.name): f"{one.name}{one.specifier}"
+        for one in found
+        if one.marker is None or one.marker.evaluate(MACHINE)
+    }
+
+
+def with_requirements(wheels: Path, names: Sequence[str], known: set[str]) -> list[Path]:
+    """The wheels of packages and of all that they require in turn, besides those known."""
+    known = known | {canonicalize_name(Requirement(name).name) for name in names}
+    found = new = download(wheels, *names)
+    while new:
+        wanted = {k: v for wheel in new for k, v in requirements_of(wheel).items()}
+        missing = [one for name, one in wanted.items() if name not in known]
+        known |= set(wanted)
+        new = download(wheels, *missing) if missing else []
+        found = found + new
+    return found
+
+
+def wheels_of(part: str, wheels: Path, present: Iterable[str]) -> list[Path]:
     """The wheels of an archive."""
     engine, _, version = part.rpartition("-")
+    known = {canonicalize_name(name) for name in present}
+    lines = (line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines())
+    listed = {canonicalize_name(Requirement(line).name): line for line in lines if line}
     if part == "packages":
-        lines = (line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines())
-        wanted = [line for line in lines if line and line.partition("==")[0] not in present]
-        return download(wheels, *wanted)
-    more = () if engine == "vllm" else (*WITH_SGLANG[version], *MORE_OF_SGLANG)
-    return download(wheels, f"{engine}=={version}", *(x for x in more if x not in present))
+        return with_requirements(wheels, [listed[name] for name in listed.keys() - known], known)
+    if engine == "vllm":
+        return download(wheels, f"{engine}=={version}")
+    operations = download(wheels, f"{engine}=={version}", *WITH_SGLANG[version])
+    more = [one for one in MORE_OF_SGLANG if Requirement(one).name not in known]
+    return operations + with_requirements(wheels, more, known | listed.keys())
 
 
-def pack(part: str, out: Path, wheels: Path, present: set[str]) -> Path:
+def pack(part: str, out: Path, wheels: Path, present: Iterable[str]) -> Path:
     """Write the archive of a part."""
     files: dict[str, tuple[bytes, bool]] = {}
     for wheel in wheels_of(part, wheels, present):
@@ -204,7 +240,7 @@ def main() -> None:
         total = 0
         for part in options.parts:
             wheels = options.wheels or Path(folder)
-            archive = pack(part, options.out, wheels, set(options.present))
+            archive = pack(part, options.out, wheels, options.present)
             total += (size := archive.stat().st_size)
             print(f"{archive.name}: {size / 2**20:.1f} MiB", flush=True)
         print(f"together: {total / 2**20:.1f} MiB")

@@ -76,6 +76,7 @@ def test_archives_hold_what_a_run_loads(
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("vllm/a.py", "vllm/tests/b.py", "vllm/third_party/deep_gemm/c.py", "vllm/d.h"):
             archive.writestr(name, name)
+        archive.writestr("vllm-0.26.0.dist-info/METADATA", "Name: vllm")
         for name in ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"):
             archive.writestr(name, compiled)
     asked = []
@@ -86,18 +87,19 @@ def test_archives_hold_what_a_run_loads(
 
     monkeypatch.setattr(pack, "download", download)
     arguments = ["pack", str(tmp_path / "out"), "vllm-0.26.0", "packages", "sglang-0.5.17"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--present", "numba", "dill==0.4.1"])
+    monkeypatch.setattr(sys, "argv", [*arguments, "--present", "numba", "dill"])
     pack.main()
     with tarfile.open(tmp_path / "out" / "vllm-0.26.0.tar.xz") as archive:
         held = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
     assert held == {
         "vllm/a.py": b"vllm/a.py",
+        "vllm-0.26.0.dist-info/METADATA": b"Name: vllm",
         "vllm/_C_stable_libtorch.abi3.so": pack.shrink(compiled),
     }
     assert capsys.readouterr().out.splitlines()[-1].startswith("together: ")
-    vllm, packages, sglang = asked
-    assert vllm == ("vllm==0.26.0",) and sglang[:2] == ("sglang==0.5.17", "sglang-kernel==0.4.5")
-    assert "numba==" not in " ".join(packages) and "dill==0.4.1" not in sglang
+    vllm, packages, *sglang = asked
+    assert vllm == ("vllm==0.26.0",) and sglang[0] == ("sglang==0.5.17", "sglang-kernel==0.4.5")
+    assert "numba==" not in " ".join(packages) and "distro" in sglang[1] and "dill" not in sglang[1]
     assert "pydantic==" in " ".join(packages)
 
 
@@ -105,5 +107,31 @@ def test_versions_are_those_of_the_tests(pack: Any) -> None:
     from tests.hosts.install import SGLANG
 
     assert tuple(pack.WITH_SGLANG) == SGLANG
-    names = {line.partition("==")[0] for line in pack.REQUIREMENTS.read_text().splitlines()}
-    assert set(pack.PRESENT) <= names
+
+
+def test_wheels_of_what_packages_require(
+    pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is required in turn is packed: not what the machine has, extras, or what other
+    platforms need."""
+    requires = {
+        "client": ('transport (>=2)', 'torch', 'shell; extra == "cli"'),
+        "transport": ('names<3', 'winnames; sys_platform == "win32"', "client"),
+        "names": (),
+    }  # fmt: skip
+    asked: list[str] = []
+
+    def download(wheels: Path, *names: str) -> list[Path]:
+        asked.extend(names)
+        found = []
+        for name in (pack.Requirement(one).name for one in names):
+            lines = "".join(f"Requires-Dist: {one}\n" for one in requires[name])
+            found.append(tmp_path / f"{name}-1-py3-none-any.whl")
+            with zipfile.ZipFile(found[-1], "w") as archive:
+                archive.writestr(f"{name}-1.dist-info/METADATA", f"Name: {name}\n{lines}")
+        return found
+
+    monkeypatch.setattr(pack, "download", download)
+    found = pack.with_requirements(tmp_path, ["client==1"], {"torch"})
+    assert [wheel.name.partition("-")[0] for wheel in found] == ["client", "transport", "names"]
+    assert asked == ["client==1", "transport>=2", "names<3"]
