@@ -70,7 +70,7 @@ LIBRARIES = re.compile(
 SKIPPED = re.compile(
     r"(^|/)(tests?|benchmarks?|docs|__pycache__)/|\.(pyi|h|hpp|cuh?|inl|a|rs|js|css|map|svg|png|html)$"
     r"|^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla|qutlass|tml_fa4)/)"
-    r"|\.data/|libtvm_ffi_testing|device_name=(?!NVIDIA_H[12]00)[^/]*\.json$|/RECORD$"
+    r"|\.data/|device_name=(?!NVIDIA_H[12]00)[^/]*\.json$|/RECORD$"
 )
 PLATFORMS = (
     *(f"manylinux_2_{n}_x86_64" for n in (5, 17, 24, 27, 28, 31, 34, 35)),
