@@ -11,11 +11,11 @@ of the archives:
 
 The machine has a Hopper GPU, CPython 3.12 on x86-64, torch 2.11, triton 3.6, transformers 5.17,
 and the packages of --present. `packages` has what vLLM and SGLang import besides
-(`requirements.txt` of the tests of hosts), and what that requires in turn. Of compiled libraries an
-archive has only what a run loads, and in them the code for Hopper: other code is replaced by zeros,
-as are symbols for debuggers and FlashAttention's kernels with a soft cap. A kernel that was left
-out fails when it is launched, as one that was not built for the GPU. Models with experts need
-`_moe_C`, which is not packed. --wheels keeps the downloads.
+(`requirements.txt` of the tests of hosts), what that requires in turn, and the entry points of
+attnlib, which a clone on PYTHONPATH lacks. Of compiled libraries an archive has only what a run
+loads, and in them the code for Hopper: other code is replaced by zeros, as are symbols for
+debuggers and FlashAttention's kernels with a soft cap. A kernel that was left out fails when it is
+launched. Models with experts need `_moe_C`, which is not packed. --wheels keeps the downloads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import struct
 import subprocess
 import sys
 import tarfile
@@ -31,8 +30,10 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from email.parser import HeaderParser
+from importlib.metadata import distribution
 from pathlib import Path
 
+from hopper_code import shrink
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -77,16 +78,6 @@ PLATFORMS = (
     *("manylinux1_x86_64", "manylinux2014_x86_64", "any"),
 )  # fmt: skip
 
-_MAGIC = struct.pack("<I", 0xBA55ED50)
-"""What a fat binary begins with."""
-_MACHINE_CODE, _HOPPER = 2, 90
-_OTHER = 120
-"""An architecture of which a Hopper GPU takes no code: not to be loaded, nor compiled from PTX."""
-_ALLOCATED, _NOTES, _NO_BITS = 2, 7, 8
-_KERNEL = re.compile(rb"\.text\.(_ZN7cutlass13device_kernel\w+)")
-_SOFT_CAP = re.compile(rb"4Sm90ELb[01]ELb[01]ELb1E")
-"""The third flag of a prefill or decode of FlashAttention 3."""
-
 
 def download(wheels: Path, *names: str) -> list[Path]:
     """The wheels of packages, without their requirements; those that are there are used."""
@@ -118,52 +109,6 @@ def files_of(wheel: Path) -> Iterator[tuple[str, bytes, bool]]:
             data = archive.read(entry)
             is_program = bool(entry.external_attr >> 16 & 0o100)
             yield name, shrink(data) if is_library else data, is_program
-
-
-def shrink(library: bytes) -> bytes:
-    """A library of the same size that loads as before on a Hopper GPU, with zeros in place of what
-    is not loaded there."""
-    if library[:4] != b"\x7fELF":
-        return library
-    result = bytearray(library)
-    (start,) = struct.unpack_from("<Q", library, 0x28)
-    size, count, names = struct.unpack_from("<HHH", library, 0x3A)
-    for number in range(count):
-        row = struct.unpack_from("<IIQQQQ", library, start + number * size)
-        _, kind, flags, _, offset, length = row
-        if kind not in (0, _NOTES, _NO_BITS) and not flags & _ALLOCATED and number != names:
-            result[offset : offset + length] = bytes(length)
-    for architecture, offset, length, is_hopper in _device_code(library):
-        if not is_hopper or _has_soft_caps(library, offset, length):
-            result[offset : offset + length] = bytes(length)
-            struct.pack_into("<I", result, architecture, _OTHER)
-    return bytes(result)
-
-
-def _device_code(library: bytes) -> Iterator[tuple[int, int, int, bool]]:
-    """The parts of fat binaries: where they name their architecture, offset and length of their
-    content, and whether it is machine code for Hopper."""
-    position = library.find(_MAGIC)
-    while position >= 0:
-        version, header, length = struct.unpack_from("<HHQ", library, position + len(_MAGIC))
-        part, end = position + header, position + header + length
-        if (version, header) != (1, 16) or end > len(library):  # these bytes are something else
-            position = library.find(_MAGIC, position + 8)
-            continue
-        while part < end:
-            kind, _, header, content = struct.unpack_from("<HHIQ", library, part)
-            (architecture,) = struct.unpack_from("<I", library, part + 28)
-            is_hopper = (kind, architecture) == (_MACHINE_CODE, _HOPPER)
-            yield part + 28, part + header, content, is_hopper
-            part += header + content
-        position = library.find(_MAGIC, end)
-
-
-def _has_soft_caps(library: bytes, offset: int, length: int) -> bool:
-    """Whether all kernels in machine code are those of FlashAttention 3 with a soft cap."""
-    found = _KERNEL.findall(library, offset, offset + length)
-    kernels = [name for name in found if b"CollectiveMainloopFwdSm90" in name]
-    return bool(kernels) and all(_SOFT_CAP.search(name) for name in kernels)
 
 
 def requirements_of(wheel: Path) -> dict[str, str]:
@@ -207,12 +152,22 @@ def wheels_of(part: str, wheels: Path, present: Iterable[str]) -> list[Path]:
     return operations + with_requirements(wheels, more, known | listed.keys())
 
 
+def entry_points() -> dict[str, tuple[bytes, bool]]:
+    """The files with which engines find attnlib's plug-ins."""
+    own = distribution("attnlib")
+    texts = {name: own.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
+    folder = f"attnlib-{own.version}.dist-info"
+    return {f"{folder}/{name}": (text.encode(), False) for name, text in texts.items()}
+
+
 def pack(part: str, out: Path, wheels: Path, present: Iterable[str]) -> Path:
     """Write the archive of a part."""
     files: dict[str, tuple[bytes, bool]] = {}
     for wheel in wheels_of(part, wheels, present):
         for name, data, executable in files_of(wheel):
             files.setdefault(name, (data, executable))
+    if part == "packages":
+        files.update(entry_points())
     target = out / f"{part}.tar.xz"
     # Files of one kind follow each other, which compresses better.
     order = sorted(files, key=lambda name: (Path(name).suffix, name))

@@ -101,6 +101,14 @@ def test_archives_hold_what_a_run_loads(
     assert vllm == ("vllm==0.26.0",) and sglang[0] == ("sglang==0.5.17", "sglang-kernel==0.4.5")
     assert "numba==" not in " ".join(packages) and "distro" in sglang[1] and "dill" not in sglang[1]
     assert "pydantic==" in " ".join(packages)
+    with tarfile.open(tmp_path / "out" / "packages.tar.xz") as archive:
+        (name,) = (name for name in archive.getnames() if name.endswith("/entry_points.txt"))
+        points = archive.extractfile(name)
+        assert points is not None
+        lines = points.read().decode().splitlines()
+    assert lines[lines.index("[vllm.general_plugins]") + 1] == (
+        "attnlib = attnlib.integrations.vllm:register"
+    )
 
 
 def test_versions_are_those_of_the_tests(pack: Any) -> None:
