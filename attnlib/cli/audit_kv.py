@@ -150,8 +150,9 @@ def _audit_prompt(
 
     names: dict[int, str] = {}
 
-    def observe(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any,
-                *rest: Any) -> None:  # fmt: skip
+    def observe(
+        layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *rest: Any
+    ) -> None:
         step = capture_layer_call(layer, query, key, value, cache, metadata, needs_lse=False)
         name = names.setdefault(id(layer), f"layer {len(names)}")
         audit.add(name, audit_call(step, formats), step.spec)
@@ -195,10 +196,11 @@ def parser() -> CommandParser:
     )
     source = made.add_mutually_exclusive_group()
     source.add_argument(
-        "--model", help="a folder or a name for transformers; default: Gemma 3 270M if "
+        "--model",
+        help="a folder or a name for transformers; default: Gemma 3 270M if "
         "attnlib[model] is installed, else `seeded`, a small decoder whose random weights say "
         "nothing about other models",
-    )  # fmt: skip
+    )
     source.add_argument(
         "--recordings",
         nargs="+",

@@ -45,9 +45,10 @@ class CapturedStep:
         self.target, self.case, self.query_len, self.num_reqs = target, case, query_len, num_reqs
         tokens, dims, device = num_reqs * query_len, case.dimensions, target.device
         self.limits = BatchLimits(
-            max_num_reqs=num_reqs, max_num_tokens=tokens,
+            max_num_reqs=num_reqs,
+            max_num_tokens=tokens,
             max_seq_len=max_seq_len or 6 * case.block_size,
-        )  # fmt: skip
+        )
         self.builder = target.backend.make_builder(case.spec, device, limits=self.limits)
         self.state = target.backend.get_state_cls()(self.builder, self.limits)
         self.views = allocate_views(dims, num_blocks, case.layout, device)

@@ -182,9 +182,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             UnsupportedConfigError: an argument that is not served.
         """
         check_neutral(
-            args=args, sinks=sinks, kv_cache_sf=kv_cache_sf,
+            args=args,
+            sinks=sinks,
+            kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )  # fmt: skip
+        )
         return self._run(
             RunArguments(
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, window_left

@@ -44,9 +44,7 @@ def context_attention_kernel(
     value += aligned(kv_head64 * stride_vh, CONFIG.VEC_V)
     value += aligned(start * stride_vn, CONFIG.VEC_V)
     last_token = tl.minimum(first_token + CONFIG.TILE_TOKENS, seq_len) - 1
-    tile = Tile(
-        request, kv_head, head_offset, start, first_token, last_token, seq_len, seq_len, 0
-    )  # fmt: skip
+    tile = Tile(request, kv_head, head_offset, start, first_token, last_token, seq_len, seq_len, 0)
     token, head, valid = pack_rows(first_token, seq_len, head_offset, CONFIG)
     rows = Rows(token, start + token, kv_head * CONFIG.GROUP + head, valid)
     cache = Cache(

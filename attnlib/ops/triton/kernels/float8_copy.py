@@ -84,9 +84,10 @@ def float8_copy_kernel(
             line = (head * DV + elements_v).to(tl.int64) * columns
             target = column + tile * TOKENS + tokens
             tl.store(
-                columns_out + line[:, None] + target[None, :], tl.trans(values),
+                columns_out + line[:, None] + target[None, :],
+                tl.trans(values),
                 mask=(target < columns)[None, :],
-            )  # fmt: skip
+            )
         skipped += tiles
         first += seq_len
     if program == 0:

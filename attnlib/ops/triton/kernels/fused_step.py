@@ -97,38 +97,11 @@ def normalize_head(request, out, z, weight, counters, index, head, CONFIG: tl.co
     do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=FUSED_UNALIGNED
 )
 def fused_step_kernel(
-    x,
-    weight,
-    bias,
-    a,
-    b,
-    rate,
-    gate_bias,
-    z,
-    norm_weight,
-    convolved,
-    decay,
-    beta,
-    skip,
-    out,
-    counters,
-    window,
-    window_positions,
-    state,
-    positions,
-    tail_k,
-    tail_v,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    scale,
-    num_reqs,
-    num_tokens,
+    x, weight, bias, a, b, rate, gate_bias, z, norm_weight, convolved, decay, beta, skip, out,
+    counters, window, window_positions, state, positions, tail_k, tail_v, tail_decay, tail_beta,
+    query_start_loc, seq_lens, slots, sources, scale, num_reqs, num_tokens,
     CONFIG: tl.constexpr,
-):
+):  # fmt: skip
     """Compute a step of one request, of at most D + 1 tokens, for ROWS * PASSES rows of one head.
 
     CONFIG is a `FusedConfig`. Grid: (requests + 1, HV * BLOCKS). The last programs clear the rows

@@ -103,9 +103,10 @@ def merge_partial_rows_kernel(
             row = tl.load(partial_rows + entry, mask=entry < end, other=0).to(tl.int64)
             found = (entry < end)[:, None] & live[None, :]
             part = tl.load(
-                partial_lse + (row * stride_lp)[:, None] + head[None, :], mask=found,
+                partial_lse + (row * stride_lp)[:, None] + head[None, :],
+                mask=found,
                 other=minus_inf,
-            )  # fmt: skip
+            )
             source = partial_out + aligned(row * stride_pt, VEC_P)[:, None]
             source = source + aligned(head * stride_ph, VEC_P)[None, :]
             x = tl.load(

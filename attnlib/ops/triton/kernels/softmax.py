@@ -72,7 +72,7 @@ def transform_scores(
 @triton.jit
 def online_softmax(
     scores, factor, row_max, row_sum, MASKED: tl.constexpr, SCALE_LATE: tl.constexpr
-):  # fmt: skip
+):
     """Add one tile of scores [M, N] to the running softmax.
 
     Args:

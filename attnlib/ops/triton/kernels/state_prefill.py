@@ -86,22 +86,9 @@ def load_prepared(rows, scale, CONFIG: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
 def state_matrices_kernel(
-    q,
-    k,
-    decay,
-    beta,
-    positions,
-    tail_k,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    workspace,
-    num_reqs,
-    CONFIG: tl.constexpr,
-):
+    q, k, decay, beta, positions, tail_k, tail_decay, tail_beta, query_start_loc, seq_lens,
+    slots, sources, workspace, num_reqs, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
     Workspace: [chunks, HV, C, prepared_columns] float32.
@@ -141,21 +128,9 @@ def state_matrices_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def state_tail_kernel(
-    k,
-    v,
-    decay,
-    beta,
-    positions,
-    tail_k,
-    tail_v,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    CONFIG: tl.constexpr,
-):
+    k, v, decay, beta, positions, tail_k, tail_v, tail_decay, tail_beta, query_start_loc,
+    seq_lens, slots, sources, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Write the tail and the positions of one request and state head. Grid: (requests, HV)."""
     BLOCKS: tl.constexpr = CONFIG.BLOCKS
     head = tl.program_id(1)

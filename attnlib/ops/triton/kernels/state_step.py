@@ -23,29 +23,10 @@ __all__ = ["state_step_kernel"]
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def state_step_kernel(
-    q,
-    k,
-    v,
-    decay,
-    beta,
-    skip,
-    out,
-    state,
-    positions,
-    tail_k,
-    tail_v,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    workspace,
-    scale,
-    num_reqs,
-    num_tokens,
+    q, k, v, decay, beta, skip, out, state, positions, tail_k, tail_v, tail_decay, tail_beta,
+    query_start_loc, seq_lens, slots, sources, workspace, scale, num_reqs, num_tokens,
     CONFIG: tl.constexpr,
-):
+):  # fmt: skip
     """Compute a step of one request for ROWS * PASSES value rows of one state head.
 
     CONFIG is a `StateConfig`. Grid: (requests + 1, HV * BLOCKS). The last programs clear the rows

@@ -49,38 +49,11 @@ __all__ = ["fused_decode_kernel"]
     do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=FUSED_UNALIGNED
 )
 def fused_decode_kernel(
-    x,
-    weight,
-    bias,
-    a,
-    b,
-    rate,
-    gate_bias,
-    z,
-    norm_weight,
-    convolved,
-    decay,
-    beta,
-    skip,
-    out,
-    counters,
-    window,
-    window_positions,
-    state,
-    positions,
-    tail_k,
-    tail_v,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    scale,
-    num_reqs,
-    num_tokens,
+    x, weight, bias, a, b, rate, gate_bias, z, norm_weight, convolved, decay, beta, skip, out,
+    counters, window, window_positions, state, positions, tail_k, tail_v, tail_decay, tail_beta,
+    query_start_loc, seq_lens, slots, sources, scale, num_reqs, num_tokens,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """Arguments and grid of `fused_step_kernel`, for the layers and steps of
     `copied_decode_kernel`; `convolved` is not used, and gates that the kernel computes are not
     written."""

@@ -170,29 +170,10 @@ def store_slot(
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def copied_decode_kernel(
-    q,
-    k,
-    v,
-    decay,
-    beta,
-    skip,
-    out,
-    state,
-    positions,
-    tail_k,
-    tail_v,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    workspace,
-    scale,
-    num_reqs,
-    num_tokens,
+    q, k, v, decay, beta, skip, out, state, positions, tail_k, tail_v, tail_decay, tail_beta,
+    query_start_loc, seq_lens, slots, sources, workspace, scale, num_reqs, num_tokens,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """Compute at most QUERIES tokens of one request for ROWS * PASSES value rows of one state head.
 
     CONFIG is a `StateConfig` with GROUP, for heads whose rows fill the programs. Arguments and grid
