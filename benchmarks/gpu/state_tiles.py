@@ -5,14 +5,13 @@
 
 A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
-that are multiplied at a time, with w behind it for decodes of a whole head in one program, L in
-front for prefills in `LONG_CHUNK`s, and R for row decodes, which load GROUP rows of the tail at a
-time; M for those whose states go through shared memory. `serial` is the shipped choice with the
-kernel of `benchmarks.gpu.serial_step`.
+that are multiplied at a time, with w behind it for decodes of a whole head in one program, R in
+front for row decodes, which load GROUP rows of the tail at a time; M for those whose states go
+through shared memory. Prefills of all but the shipped choice are in chunks of the slots.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
-reach; `equal` says whether the bits are those of the first choice, which columns, L and R may
+reach; `equal` says whether the bits are those of the first choice, which columns, R and chunks may
 change. `difference` and `states`, for few requests, are the largest ones of the outputs of all
 calls and of the states after them, to the largest value of the first choice.
 """
@@ -45,19 +44,16 @@ from attnlib.layer import StateLayer
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.state_tiles import StateChoice
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.config import state_config
 from benchmarks.gpu import rows
-from benchmarks.gpu.serial_step import serial_step_kernel
 
-SHIPPED, SERIAL = "shipped", "serial"
-LONG, ROW, COPIED = "L", "R", "M"
+SHIPPED, ROW, COPIED = "shipped", "R", "M"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
          "R128x8:128+4", "R64x2:168+4", "R64x4:128+4", "R32x4+16", "M64x2+4",
          "M128x4+4", "M64x4+4", "M32x2+4")  # fmt: skip
 PREFILLS = ("64x8", "64x8/2", "64x8:128/2", "64x4", "64x4/2", "32x4", "32x4/2", "32x4:128/2",
-            "32x2/2", "32x2/3", "L32x4", "L32x4/2", "L32x8/2", "L64x4", "L64x8")  # fmt: skip
+            "32x2/2", "32x2/3")  # fmt: skip
 WORK = {"decode": ((32, 1), (256, 1), (1, 1)), "verify": ((64, 4),),
         "prefill": ((1, 8192), (8, 1024))}  # fmt: skip
 """Work -> requests and tokens of each."""
@@ -77,10 +73,10 @@ _CHOICE = re.compile(r"(?:(\d+)C)?(\d+)x(\d+)(?::(\d+))?(?:/(\d+))?(?:\+(\d+))?(
 
 def parse(name: str) -> tuple[int, StateChoice]:
     """(columns of keys, choice) of a name such as `32x4:128`."""
-    found = _CHOICE.fullmatch(name[name[0] in LONG + ROW + COPIED :])
+    found = _CHOICE.fullmatch(name[name[0] in ROW + COPIED :])
     if found is None:
         raise ValueError(
-            f"choice {name!r}; the form is [L|R|M]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w]"
+            f"choice {name!r}; the form is [R|M]ROWSxWARPS[:REGISTERS][/STAGES][+GROUP][w]"
         )
     *numbers, ending = found.groups()
     columns, size, warps, registers, stages, group = (int(each or 0) for each in numbers)
@@ -98,13 +94,11 @@ def choices(case: StateCase, given: list[str] | None) -> list[str]:
 def chosen(name: str) -> Iterator[None]:
     """Inside, kernels have the tiles of a choice."""
     given: dict[str, Any] = {}
-    kernel = serial_step_kernel if name == SERIAL else state_step.long_step_kernel
-    if name not in (SHIPPED, SERIAL):
+    if name != SHIPPED:
         columns, choice = parse(name)
         given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
-        given["LONG_CHUNK"] = state_tiles.LONG_CHUNK * (name[0] == LONG)
-    tiles = patch.multiple(state_tiles, **given) if given else nullcontext()
-    with tiles, patch.object(state_step, "long_step_kernel", kernel):
+        given["LONG_CHUNK"] = 0
+    with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:
@@ -259,8 +253,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     if not options.list:
         for name in options.choices or ():
-            if name != SERIAL:
-                parse(name)
+            parse(name)
         names = rows.choose(CASES, options.rows)
         if not options.compiled:
             compile_all([CASES[name] for name in names], options.choices)

@@ -11,9 +11,7 @@ from attnlib.bench.peaks import Peaks
 from attnlib.bench.state_case import StateCase
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.state_tiles import TILES, StateChoice
-from attnlib.ops.triton.states import state_step
 from benchmarks.gpu import state_tiles as script
-from benchmarks.gpu.serial_step import serial_step_kernel
 
 
 @pytest.mark.parametrize(
@@ -23,7 +21,7 @@ from benchmarks.gpu.serial_step import serial_step_kernel
         ("32x4:128", 32, StateChoice(32, 4, 128)),
         ("16C32x2:168/3", 16, StateChoice(32, 2, 168, 3)),
         ("32x4:168w", 32, StateChoice(32, 4, 168, is_whole=True)),
-        ("L32x4/2", 32, StateChoice(32, 4, num_stages=2)),
+        ("32x4/2", 32, StateChoice(32, 4, num_stages=2)),
         ("R128x4:168+4", 32, StateChoice(128, 4, 168, group=4)),
         ("M64x2+4", 32, StateChoice(64, 2, group=4, copies=True)),
     ],
@@ -33,15 +31,8 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
     with script.chosen(name):
         assert set(state_tiles.TILES.values()) == {choice}
         assert columns == state_tiles.MOST_COLUMNS
-        assert state_tiles.LONG_CHUNK == (32 if name[0] == "L" else 0)
-    assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == 32
-
-
-def test_the_candidate_of_long_steps() -> None:
-    shipped = state_step.long_step_kernel
-    with script.chosen("serial"):
-        assert state_step.long_step_kernel is serial_step_kernel and state_tiles.TILES is TILES
-    assert state_step.long_step_kernel is shipped
+        assert state_tiles.LONG_CHUNK == 0
+    assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == state_tiles.LONG_CHUNK == 32
 
 
 @pytest.mark.parametrize("case", script.CASES.values(), ids=lambda case: case.name)

@@ -68,7 +68,7 @@ def test_engine(engine: Any, models: Path, version: str, runner: str) -> None:
         kernels = {"decode_kernel", "prefill_kernel", write}
         if name == "qwen3-next":
             kernels |= {"fused_step_kernel", "short_convolution_kernel"}
-            kernels |= {"long_step_kernel", "state_step_kernel"}  # from 32 tokens on, and below
+            kernels |= {"state_matrices_kernel", "state_step_kernel"}
         if name == "deepseek-v32":
             kernels = {"hopper_selected_swap_ab_kernel", write}
         assert kernels <= set(result["served"]), (name, result["served"])

@@ -1180,7 +1180,7 @@ def check_appended_rows() -> None:
 
 def check_state_layers() -> None:
     """Repeated calls of a layer over states, and those over another batch and other slots, are
-    direct launches that equal Triton's; slots that are not aligned are left to Triton."""
+    direct launches that equal Triton's; inputs that are not aligned are left to Triton."""
     for work, count in recorded_states.KINDS:
         with recorded_states.scratch_is_kept():
             call = recorded_states.StateCall(Anywhere, work, count)
@@ -1205,7 +1205,9 @@ def check_state_layers() -> None:
             assert x is not None
             shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
             call.tokens.rows[next(iter(call.tokens.rows))] = shifted
-            assert recorded(call)[1], work
+            launches, through_triton = recorded(call)
+            # Long steps move such inputs.
+            assert launches and bool(through_triton) == (work != "prefill"), work
 
 
 def check_memory_is_bounded() -> None:

@@ -84,6 +84,29 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "state",
         {"decay": "channel", "num_key_heads": 32, "long_chunk": 32},
     ),
+    "state-64-long": (
+        "state",
+        {
+            "key_size": 64,
+            "value_size": 192,
+            "update": "add",
+            "decay": "constant",
+            "skip": True,
+            "long_chunk": 32,
+        },
+    ),
+    "state-64-long-channels": (
+        "state",
+        {
+            "key_size": 64,
+            "value_size": 64,
+            "decay": "channel",
+            "num_key_heads": 32,
+            "state_dtype": torch.bfloat16,
+            "max_rollback": 3,
+            "long_chunk": 32,
+        },
+    ),
     "state-mamba2-long": (
         "state",
         {

@@ -7,27 +7,45 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
+from attnlib.ops.states import RecurrenceParams, StateInputs
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
-from attnlib.ops.triton.hopper.kernels.state_long import long_step_kernel
+from attnlib.ops.triton.hopper.kernels.state_serial import serial_step_kernel
 from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
-from attnlib.testing.states.serving import Part, Server
-from tests.ops.torch.states.layers import Operations, forgetting, largest_error, wanted
+from attnlib.testing.states.serving import Part, Results, Server, Step
+from tests.ops.torch.states.layers import (
+    Operations,
+    batch_of,
+    forgetting,
+    largest_error,
+    layout_of,
+    moved,
+    wanted,
+)
+from tests.ops.triton.hopper.emulate import run_emulated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-2
 """Of bfloat16 outputs, as in `test_states`."""
+USES = state_tiles.uses_long_chunks
 
 
 @pytest.fixture(autouse=True)
 def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of rows of the steps in long chunks."""
-    if not INTERPRETED and limits_of(torch.empty(0, device=DEVICE)).capability[0] != 9:
+    """The numbers of rows of the steps in long chunks. Without a GPU, Gluon is emulated."""
+    if INTERPRETED:
+        monkeypatch.setattr(JITFunction, "run", run_emulated)
+        monkeypatch.setattr(serial_step_kernel, "hash", "of functions that are interpreted")
+        monkeypatch.setattr(
+            state_tiles, "uses_long_chunks", lambda layout, chip, most: USES(layout, (9, 0), most)
+        )
+    elif limits_of(torch.empty(0, device=DEVICE)).capability[0] != 9:
         pytest.skip("the kernels are for Hopper")
     taken: list[int] = []
 
@@ -36,24 +54,36 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             self, kernel: Any, constants: Any, grid: Any, numbers: Any = (), **options: int
         ):
             super().__init__(kernel, constants, grid, numbers, **options)
-            if kernel is long_step_kernel:
+            self.is_long = kernel is serial_step_kernel
+            if self.is_long:
                 taken.append(numbers[-1])
+
+        def run(self, *tensors: torch.Tensor) -> None:
+            assert not self.is_long or not any(x.data_ptr() % 16 for x in tensors[:3])
+            super().run(*tensors)
 
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
     yield taken
 
 
 def spec_of(name: str, **options: Any) -> StateSpec:
-    given = {"conv_channels": 0, "conv_width": 0, "has_conv_bias": False}
-    return KINDS[name].replace(**{"dtype": torch.bfloat16, **given, **options})
+    given = {"conv_channels": 0, "conv_width": 0, "has_conv_bias": False, "num_heads": 2}
+    given |= {"num_key_heads": 1 if name == "gated delta" else 2, "dtype": torch.bfloat16}
+    return KINDS[name].replace(**{**given, "key_size": 64, "value_size": 64, **options})
 
 
 def operations(spec: StateSpec, num_slots: int = 8) -> Operations:
     return Operations(spec, draw_layer(spec), "tail", num_slots, "triton", DEVICE)
 
 
-def served(spec: StateSpec, length: int, plan: list[tuple[int, int]], every: int = 0) -> float:
-    """The largest error of a request in steps of (tokens, drafts); with `every`, one of so many
+def served(
+    spec: StateSpec,
+    length: int,
+    plan: list[tuple[int, int]],
+    every: int = 0,
+    limit: float = LIMIT,
+) -> Server:
+    """A request in steps of (tokens, drafts), whose outputs are right; with `every`, one of so many
     tokens forgets those before it."""
     request = draw_tokens(spec, length, 1)
     request = forgetting(request, every) if every else request
@@ -61,41 +91,59 @@ def served(spec: StateSpec, length: int, plan: list[tuple[int, int]], every: int
     for count, drafts in plan:
         server.step([Part(0, count, drafts)])
     expected = wanted(spec, draw_layer(spec), request)
-    return largest_error(server.result(0), expected)
+    assert largest_error(server.result(0), expected) < limit
+    return server
+
+
+def stored(server: Server) -> torch.Tensor:
+    """The state of the request of `served`."""
+    state = server.runner.slots.state
+    assert state is not None
+    return state[5].double()
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("gated delta", {}),
-        ("kimi delta", {}),
-        ("gla", {"key_size": 96}),
-        pytest.param("gla", {"key_size": 40}, marks=pytest.mark.slow),
-        pytest.param("mamba2", {}, marks=pytest.mark.slow),
-        pytest.param("lightning", {"chunk_size": 32}, marks=pytest.mark.slow),
-        pytest.param("gated delta", {"key_size": 40, "value_size": 72}, marks=pytest.mark.slow),
+        ("gated delta", {"key_size": 128, "value_size": 192}),
+        ("kimi delta", {"key_size": 128}),
+        ("mamba2", {"key_size": 128}),
+        ("lightning", {"chunk_size": 32, "value_size": 128}),
+        ("gla", {"value_size": 128}),
+        pytest.param("gla", {"key_size": 128, "max_rollback": 0}, marks=pytest.mark.slow),
+        pytest.param("kimi delta", {"max_rollback": 7}, marks=pytest.mark.slow),
+        pytest.param("mamba2", {"value_size": 256}, marks=pytest.mark.slow),
     ],
 )
-def test_values(name: str, options: dict[str, Any], long_steps: list[int]) -> None:
-    """Chunks from the tail and from the step, that are not full, and that end at the state."""
-    spec = spec_of(name, max_rollback=3, **options)
-    plan = [(20, 0), (1, 2), (77, 3), (3, 0), (80, 0)]
-    assert served(spec, 181, plan) < LIMIT
-    assert long_steps == [80, 80]
+def test_values(
+    name: str, options: dict[str, Any], long_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of tokens of the tail and of the step, that are not full, and that end at the state;
+    the state is that of other steps."""
+    spec = spec_of(name, **{"max_rollback": 3, **options})
+    drafts = spec.max_rollback
+    plan = [(20, 0), (1, min(2, drafts)), (77, drafts), (3, 0), (80, 0)]
+    found = stored(served(spec, 181, plan))
+    assert long_steps == [77 + drafts, 80]
+    monkeypatch.setattr(state_tiles, "LONG_CHUNK", 0)
+    expected = stored(served(spec, 181, plan))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert len(long_steps) == 2
 
 
 @pytest.mark.parametrize("every", [3, 11])
 @pytest.mark.parametrize("name", ["gated delta", "kimi delta"])
 def test_tokens_that_forget(name: str, every: int, long_steps: list[int]) -> None:
     """T5: decays whose logarithms have no sum in float32."""
-    assert served(spec_of(name), 150, [(70, 0), (80, 0)], every) < LIMIT
+    served(spec_of(name), 150, [(70, 0), (80, 0)], every)
     assert long_steps == [70, 80]
 
 
 @pytest.mark.slow
 def test_a_state_of_bfloat16() -> None:
     spec = spec_of("gated delta", state_dtype=torch.bfloat16)
-    assert served(spec, 200, [(130, 0), (70, 0)]) < 2 * LIMIT
+    served(spec, 200, [(130, 0), (70, 0)], limit=2 * LIMIT)
 
 
 def test_requests_forks_and_other_slots(long_steps: list[int]) -> None:
@@ -125,13 +173,53 @@ def test_requests_forks_and_other_slots(long_steps: list[int]) -> None:
     assert long_steps == [38, 75]
 
 
+def test_addresses_and_strides(long_steps: list[int]) -> None:
+    """Rows are copied in units of 16 bytes: inputs that begin elsewhere are moved, those whose rows
+    are not as far from each other take other kernels."""
+    spec, length = spec_of("mamba2"), 40
+    layer, tokens = draw_layer(spec), draw_tokens(spec, length, 1)
+    batch = moved(batch_of(Step([length], [length], [5])), torch.device(DEVICE))
+    given = [tokens.query, tokens.key, tokens.value, tokens.log_decay, tokens.beta]
+    params = RecurrenceParams(
+        scale=layer.scale, update="add", qk_norm=False, skip=torch.ones(2), is_invariant=False
+    )
+    assert layer.skip is not None
+    skip = layer.skip.to(DEVICE)  # of another layer
+    outputs = []
+    for shift, extra in ((0, 0), (8, 8), (4, 8), (0, 4)):
+        rows = []
+        for x in (each.to(DEVICE) for each in given if each is not None):
+            memory = x.new_zeros(length, x[0].numel() + extra)
+            found = memory[:, shift : shift + x[0].numel()]
+            rows.append(found.copy_(x.flatten(1)).unflatten(1, x.shape[1:]))
+        inputs = StateInputs(rows[0], rows[1], rows[2], rows[3], rows[4])
+        out, slots = torch.empty_like(inputs.value), operations(spec).slots
+        step = state_step.PreparedStep(inputs, slots, batch, params, out=out)
+        step.run(inputs, slots, batch, skip, out)
+        outputs.append(out.cpu())
+    expected = wanted(spec, layer, tokens)
+    assert largest_error(Results(None, outputs[0]), expected) < LIMIT
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert largest_error(Results(None, outputs[3]), expected) < LIMIT
+    assert long_steps == 4 * [length]  # the third one is prepared twice, the last one differs
+
+
 def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of bfloat16 whose bits may depend on lengths, in long steps."""
+    """Layers of bfloat16 with some sizes whose bits may depend on lengths, in long steps."""
     plain, least = spec_of("gated delta"), state_tiles.LONG_CHUNK
-    assert served(plain, least, [(least, 0)]) < LIMIT and long_steps == [least]
+    served(plain, least, [(least, 0)])
+    assert long_steps == [least]
     served(plain, least - 1, [(least - 1, 0)])
-    served(plain.replace(batch_invariant=True), least, [(least, 0)])
-    served(plain.replace(dtype=torch.float16), least, [(least, 0)])
+    for other in (
+        {"batch_invariant": True}, {"dtype": torch.float16}, {"key_size": 96}, {"value_size": 32},
+    ):  # fmt: skip
+        served(plain.replace(**other), least, [(least, 0)])
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 0)
     served(plain, least, [(least, 0)])
     assert long_steps == [least]
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 9), (9, 0), (10, 0)])
+def test_chips(capability: tuple[int, int]) -> None:
+    layout = layout_of(spec_of("gated delta"), "tail")
+    assert USES(layout, capability, 32) == (capability == (9, 0))

@@ -24,6 +24,7 @@ __all__ = [
     "StateTile",
     "can_copy",
     "kind_of_step",
+    "long_tile",
     "state_tile",
     "uses_long_chunks",
 ]
@@ -38,7 +39,9 @@ MOST_DRAFTS = 7
 token has a query and outputs in registers."""
 LONG_CHUNK = 32
 """Tokens that a long step computes at a time on Hopper where its bits may depend on its length; 0
-for those of a chunk of the slots. Loops without stages addressed wrong shared memory on an H100."""
+for those of a chunk of the slots."""
+_LONG_ROWS = 64
+"""Value rows of a program of such a step: its products have so many."""
 MOST_COLUMNS = 32
 
 
@@ -83,12 +86,11 @@ TILES = {
     "copied wide row decode": StateChoice(64, 2, group=4, copies=True),
     "prefill": StateChoice(32, 2, num_stages=2),
     "wide prefill": StateChoice(32, 4, num_stages=2),
-    "long prefill": StateChoice(64, 4, num_stages=2),
 }
 """Kind of steps -> choice. A "step" has too few heads for the chip, or tokens that can be taken
 back; "row" decodes have the form of `kernels.state_decode`; "wide" are a decay for each channel,
-float32 inputs or, of "copied" ones, such tokens; "long prefill" computes `LONG_CHUNK` tokens at a
-time. `benchmarks/gpu/state_tiles.py` measures others."""
+float32 inputs or, of "copied" ones, such tokens. `benchmarks/gpu/state_tiles.py` measures
+others."""
 
 
 class StateTile(NamedTuple):
@@ -122,11 +124,18 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
-def uses_long_chunks(layout: StateLayout, max_query_len: int) -> bool:
+def uses_long_chunks(layout: StateLayout, capability: tuple[int, int], max_query_len: int) -> bool:
     """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
-    them at a time: the kernels multiply bfloat16."""
-    fits = layout.key_size <= 128 and layout.value_size <= 128 and layout.dtype == torch.bfloat16
+    them at a time on a chip, if all inputs are bfloat16 and begin at multiples of 16 bytes."""
+    sizes = layout.key_size in (64, 128) and layout.value_size % _LONG_ROWS == 0
+    fits = capability[0] == 9 and sizes and layout.dtype == torch.bfloat16
     return fits and layout.chunk_size <= LONG_CHUNK <= max_query_len
+
+
+def long_tile(layout: StateLayout) -> StateTile:
+    """The tile of such steps, of four warps beside those that load."""
+    blocks = layout.value_size // _LONG_ROWS
+    return StateTile(_LONG_ROWS, 1, 0, layout.key_size, 1, blocks, 4, 0, 1)
 
 
 def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:
@@ -170,18 +179,16 @@ def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> St
     if choice.group and is_decode:
         choice = choice._replace(copies=choice.copies and kind.startswith("copied"))
         return _row_tile(key_size, value_size, choice)
-    is_long = kind == "long prefill"
-    most = LARGEST_HEAD if is_long else MOST_COLUMNS
-    part = min(most, max(16, triton.next_power_of_2(key_size)))
+    part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(key_size)))
     largest = max(16, triton.next_power_of_2(value_size))
     # Four warps or more multiply 64 rows by the same instructions in all kinds of steps.
     rows = 64 if value_size > 128 else min(choice.rows, largest)
     passes = largest // rows if choice.is_whole and is_decode else 1
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, rows * passes)
     assert blocks <= POSITION_COPIES
-    is_large = max(key_size, value_size) > 128 or (chunk_size > 16 and not is_long)
+    is_large = max(key_size, value_size) > 128 or chunk_size > 16
     warps = min(choice.num_warps * (2 if is_large else 1), 8)
-    stages = choice.num_stages if is_long or chunk_size == 16 else 1
+    stages = choice.num_stages if chunk_size == 16 else 1
     return StateTile(rows, passes, 0, part, parts, blocks, warps, 0, stages)
 
 

@@ -164,8 +164,9 @@ def state_config(
     """
     unit, rollback = layout.chunk_size, layout.max_rollback
     c = chunk or unit
-    # Chunks begin at most D + UNIT - 1 tokens before the step, and up to three are not full.
-    extra = (3 * c + unit + rollback - 4) // c + 1 if chunk else (3 * c + rollback - 3) // c
+    # Chunks begin at most D + UNIT - 1 tokens before the step. The last one is not full, nor is a
+    # longer one than those of slots at the state that the step stores.
+    extra = (3 * c + rollback - 3 + (unit - 1 if chunk else 0)) // c
     return StateConfig(
         unit,
         c,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,20 +14,18 @@ from attnlib.ops.states.batch import StateBatch
 from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
-from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
+from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
-from attnlib.ops.triton.hopper.kernels.state_long import (
-    FACTORS,
-    long_matrices_kernel,
-    long_step_kernel,
-    plane_size,
-)
+from attnlib.ops.triton.hopper.kernels.state_long import FACTORS, long_matrices_kernel, plane_size
+from attnlib.ops.triton.hopper.kernels.state_serial import serial_step_kernel
+from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
 from attnlib.ops.triton.kernels.state_prefill import (
     prepared_columns,
     state_matrices_kernel,
     state_tail_kernel,
 )
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
+from attnlib.ops.triton.launch.bound import ALIGNMENT
 from attnlib.ops.triton.states.config import (
     Recurrence,
     check_dense,
@@ -78,12 +77,12 @@ class PreparedStep:
     ) -> None:
         _check(inputs, slots, out)
         layout, limits, rows = slots.layout, limits_of(inputs.value), out.shape[0]
+        self._params = replace(params, skip=None)  # layers of a group have their own
         num_reqs, scale = batch.num_reqs, float(params.scale)
         is_long = batch.max_query_len > layout.max_rollback + 1
         self._has_large_chunks = is_long and _takes_large_chunks(inputs, slots, batch, params)
         if self._has_large_chunks:
-            sizes, chunk = (layout.key_size, layout.value_size), state_tiles.LONG_CHUNK
-            tile = state_tiles.state_tile(*sizes, layout.chunk_size, "long prefill")
+            tile, chunk = state_tiles.long_tile(layout), state_tiles.LONG_CHUNK
         else:
             tile, chunk = step_tile(layout, params, limits, num_reqs, is_long), 0
         recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
@@ -100,7 +99,7 @@ class PreparedStep:
             columns = prepared_columns(c, config.PART, config.PARTS, is_channel)
             self._memory = [((chunks, heads, c, columns), torch.float32)]
         if self._has_large_chunks:
-            matrices, kernel = long_matrices_kernel, long_step_kernel
+            matrices, kernel = long_matrices_kernel, serial_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
             planes = plane_size(c, config.PART, config.DELTA, is_channel)
             self._memory = [
@@ -126,6 +125,11 @@ class PreparedStep:
     ) -> None:
         """Launch on the current stream."""
         query, key, value, log_decay, beta = inputs
+        if self._has_large_chunks and any(x.data_ptr() & ALIGNMENT for x in inputs[:3]):
+            query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in inputs[:3])
+            moved = StateInputs(query, key, value, log_decay, beta)
+            state_step(moved, slots, batch, replace(self._params, skip=skip), out=out)
+            return
         # Tensors that the kernels do not read stand for absent ones.
         absent, (state, *stored), where = log_decay, slots.for_kernels, batch.tensors
         gates, memory = (log_decay, absent if beta is None else beta), [absent]
@@ -148,12 +152,13 @@ def _takes_large_chunks(
     inputs: StateInputs, slots: StateTensors, batch: StateBatch, params: RecurrenceParams
 ) -> bool:
     """Whether a long step runs in larger chunks than those of its slots (`LONG_CHUNK`)."""
-    layout = slots.layout
-    dtypes = {inputs.query.dtype, inputs.key.dtype, inputs.value.dtype, layout.dtype}
-    # Two stages of the loop need the shared memory of Hopper; the interpreter tests the kernels.
-    has_memory = limits_of(inputs.value).capability[0] == 9 or INTERPRETED
-    is_free = has_memory and not params.is_invariant and len(dtypes) == 1
-    return is_free and state_tiles.uses_long_chunks(layout, batch.max_query_len)
+    layout, rows = slots.layout, dict(zip(("query", "key", "value"), inputs[:3], strict=True))
+    capability = limits_of(inputs.value).capability
+    if params.is_invariant or len({layout.dtype, *(x.dtype for x in inputs[:3])}) > 1:
+        return False
+    fits = state_tiles.uses_long_chunks(layout, capability, batch.max_query_len)
+    # Rows are copied in units of 16 bytes.
+    return fits and batch.num_reqs > 0 and not unsupported_strides(**rows)
 
 
 def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from triton.experimental.gluon import language as gl
+from triton.runtime.interpreter import InterpretedFunction
 
 from tests.ops.triton.hopper.emulated_language import CTA, REPLACED, Language, enter
 from tests.ops.triton.hopper.emulated_memory import QueryMap, TensorMap
@@ -27,6 +28,8 @@ from tests.ops.triton.hopper.emulated_tensors import Pointer, Tensor
 __all__ = ["launch", "print_cases", "run_emulated"]
 
 _EMULATED: dict[int, Any] = {}
+_FUNCTIONS = (triton.runtime.JITFunction, InterpretedFunction)
+"""Of Gluon, and of Triton in a process that interprets it."""
 
 
 def _aggregate(cls: Any) -> Any:
@@ -87,7 +90,7 @@ def _emulated(value: Any) -> Any:
         return Language()
     if isinstance(value, gl.constexpr):
         return value.value
-    if isinstance(value, triton.runtime.JITFunction):
+    if isinstance(value, _FUNCTIONS):
         known = _EMULATED.get(id(value.fn))
         result = known or _function(value.fn)
     elif isinstance(value, type) and "__triton_aggregate__" in dir(value):

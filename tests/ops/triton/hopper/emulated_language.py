@@ -20,7 +20,14 @@ from tests.ops.triton.hopper.emulated_memory import (
     Products,
     TensorMap,
 )
-from tests.ops.triton.hopper.emulated_tensors import LAYOUT, Pointer, Tensor, as_torch, raw
+from tests.ops.triton.hopper.emulated_tensors import (
+    LAYOUT,
+    Chosen,
+    Pointer,
+    Tensor,
+    as_torch,
+    raw,
+)
 
 __all__ = ["CTA", "REPLACED", "Language", "enter"]
 
@@ -61,7 +68,9 @@ def _scan(x: Tensor, axis: int, combine: Any) -> Tensor:
     return Tensor(x.value.cumsum(axis).to(x.value.dtype))
 
 
-def _where(condition: Any, a: Any, b: Any) -> Tensor:
+def _where(condition: Any, a: Any, b: Any) -> Tensor | Chosen:
+    if isinstance(a, Pointer):
+        return Chosen(condition, a, b)
     a, b = raw(a), raw(b)
     dtype = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), None)
     a, b = (x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=dtype) for x in (a, b))
@@ -136,7 +145,7 @@ def _load_box(tensor_map: TensorMap, place: Any, barrier: Barrier, target: Memor
     barrier.update(0, -tensor_map.load(place, target))
 
 
-def _copy_to_shared(target: Memory, pointers: Pointer, mask: Any = None) -> None:
+def _copy_to_shared(target: Memory, pointers: Pointer | Chosen, mask: Any = None) -> None:
     target.store(pointers.load(mask, 0))
 
 

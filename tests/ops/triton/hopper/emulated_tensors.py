@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-__all__ = ["LAYOUT", "Pointer", "Tensor", "as_gluon", "as_torch", "raw"]
+__all__ = ["LAYOUT", "Chosen", "Pointer", "Tensor", "as_gluon", "as_torch", "raw"]
 
 _TORCH = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "int1": torch.bool,
@@ -183,3 +183,18 @@ class Pointer:
         elements, inside, place = self._places(mask)
         value = torch.as_tensor(raw(value)).to(elements.dtype).broadcast_to(place.shape)
         elements[place[inside]] = value[inside]
+
+
+class Chosen:
+    """Addresses of which a condition takes those in one tensor's memory or in another one's."""
+
+    def __init__(self, condition: Tensor, first: Pointer, second: Pointer) -> None:
+        self.condition, self.parts = condition, (first, second)
+
+    def load(self, mask: Any, other: Any) -> Tensor:
+        """Read the chosen ones only."""
+        inside = Tensor(torch.as_tensor(True if mask is None else raw(mask)))
+        where = self.condition.value
+        taken = (inside & self.condition, inside & ~self.condition)
+        a, b = (part.load(x, other).value for part, x in zip(self.parts, taken, strict=True))
+        return Tensor(torch.where(where, a, b))

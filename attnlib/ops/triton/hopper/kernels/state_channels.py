@@ -74,7 +74,7 @@ def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
     for start in range(0, PART, SPAN):
         columns = start + tl.arange(0, SPAN)
         q = pieces.load_queries(part, chunk.tokens, columns, CONFIG).to(tl.float32)
-        k = pieces.load_keys(part, chunk.tokens, chunk.tail, columns, False, CONFIG).to(tl.float32)
+        k = pieces.load_keys(part, chunk.tokens, chunk.tail, columns, CONFIG).to(tl.float32)
         decay = pieces.load_decays(part, chunk.tokens, chunk.tail, columns, CONFIG)
         total = tl.cumsum(summable(decay), 0)
         kk, qk = _add_products(q, k, total, kk, qk, CONFIG)

@@ -1,9 +1,9 @@
 """Steps of many tokens for layers whose bits may depend on the division into steps.
 
-`long_matrices_kernel` prepares all chunks of C tokens in parallel, and `long_step_kernel` runs
-through those of a request, one after the other. C is larger than the chunk of the slots, so that
-the chain is shorter. Tails and positions are written as in `state_prefill`, whose matrices these
-are:
+`long_matrices_kernel` prepares all chunks of C tokens in parallel, and `serial_step_kernel` of
+`state_serial` runs through those of a request, one after the other. C is larger than the chunk of
+the slots, so that the chain is shorter. Tails and positions are written as in `state_prefill`,
+whose matrices these are:
 
     w = beta v - seen (k S)             seen = beta |k| exp(b)
     u = T w
@@ -36,19 +36,15 @@ from attnlib.ops.triton.kernels.state_arguments import (
 )
 from attnlib.ops.triton.kernels.state_matrices import head_products, key_pairs
 from attnlib.ops.triton.kernels.state_requests import (
-    kept_state,
     load_base,
     open_head,
     open_request,
     open_tail,
     part_columns,
-    pass_columns,
 )
-from attnlib.ops.triton.kernels.state_rows import clear_tokens
 from attnlib.ops.triton.kernels.state_sums import summable
-from attnlib.ops.triton.kernels.stored_state import load_state, settle_state, store_state
 
-__all__ = ["long_matrices_kernel", "long_step_kernel"]
+__all__ = ["FACTORS", "long_matrices_kernel", "plane_size"]
 
 FACTORS: tl.constexpr = tl.constexpr(5)
 """Vectors [C] of a chunk: beta, seen, read, kept, and exp(b[last]) in all elements; with decays per
@@ -69,7 +65,7 @@ def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
     elif CONFIG.DECAY == DECAY_HEAD:
         decay = pieces.load_numbers(part, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T, CONFIG)
     columns = part_columns(0, CONFIG)
-    k = pieces.load_keys(part, tokens, tail, columns, False, CONFIG)
+    k = pieces.load_keys(part, tokens, tail, columns, CONFIG)
     return Chunk(
         (pieces.load_queries(part, tokens, columns, CONFIG),), (k,), decay, beta, 0, tokens, tail
     )
@@ -93,48 +89,19 @@ def plane_size(C, PART, DELTA, IS_CHANNEL):
     return 2 * C * ((2 if DELTA else 1) * C + (3 * PART if IS_CHANNEL else 0))
 
 
-@triton.jit
-def _places(planes, factors, chunk, head, CONFIG: tl.constexpr):
-    """Return pointers to the planes and the factors of a chunk of the batch."""
-    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
-    PLANES: tl.constexpr = plane_size(CONFIG.C, CONFIG.PART, CONFIG.DELTA, IS_CHANNEL)
-    number = chunk.to(tl.int64) * CONFIG.HV + head
-    return planes + number * PLANES, factors + number * (FACTORS * CONFIG.C)
-
-
-@triton.jit
-def _load_parts(place, COLUMNS: tl.constexpr, CONFIG: tl.constexpr):
-    columns = tl.arange(0, COLUMNS)
-    high = tl.load(pieces.tile(place, columns, COLUMNS, CONFIG))
-    return high, tl.load(pieces.tile(place + CONFIG.C * COLUMNS, columns, COLUMNS, CONFIG))
-
-
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
 def long_matrices_kernel(
-    q,
-    k,
-    decay,
-    beta,
-    positions,
-    tail_k,
-    tail_decay,
-    tail_beta,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    planes,
-    factors,
-    scale,
-    num_reqs,
-    CONFIG: tl.constexpr,
-):
+    q, k, decay, beta, positions, tail_k, tail_decay, tail_beta, query_start_loc, seq_lens,
+    slots, sources, planes, factors, scale, num_reqs, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
     planes: [chunks, HV, plane_size] bfloat16, P, T and rows in parts.
     factors: [chunks, HV, FACTORS, C] float32.
     """
     C: tl.constexpr = CONFIG.C
+    CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    PLANES: tl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     place, head, row = tl.program_id(0), tl.program_id(1), tl.arange(0, C)
     number = find_request(query_start_loc, place, num_reqs, C, 128, CONFIG.EXTRA)
     if number == num_reqs:
@@ -144,16 +111,16 @@ def long_matrices_kernel(
         return
     base = load_base(positions, request, head, 0, CONFIG)
     own = place - request.first // C - number * CONFIG.EXTRA
-    count, _ = pieces.count_chunks(request, base, CONFIG)
-    if own >= count:
+    if own >= pieces.count_chunks(request, base, CONFIG):
         return
     tokens = open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
     tail = open_tail(Tail(tail_k, tail_k, tail_decay, tail_beta), request.source, head, CONFIG)
     part = pieces.open_part(request, base, own, CONFIG)
     chunk = _open_chunk(part, tokens, tail, CONFIG)
     given = _factors(chunk, scale, CONFIG)
-    plane, vector = _places(planes, factors, place, head, CONFIG)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    index = place.to(tl.int64) * CONFIG.HV + head
+    plane, vector = planes + index * PLANES, factors + index * (FACTORS * C)
+    if CHANNEL:
         kk, qk = channel_products(part, chunk, given, plane, vector, CONFIG)
     else:
         kk, qk = head_products(chunk, given, CONFIG)
@@ -169,141 +136,3 @@ def long_matrices_kernel(
     if CONFIG.DELTA:
         solve = pieces.invert(key_pairs(kk, chunk, given.norm_k, CONFIG), CONFIG)
         pieces.store_parts(plane + 2 * C * C, row, solve, C, CONFIG)
-
-
-@triton.jit
-def _store_outputs(out, part, o, columns, CONFIG: tl.constexpr):
-    place, exists = pieces.places_of(part, out, out, 0, CONFIG.O_T, True, CONFIG)
-    inside = exists[:, None] & (columns < CONFIG.DV)[None, :]
-    tl.store(place[:, None] + columns[None, :], tl.trans(o.to(out.dtype.element_ty)), mask=inside)
-
-
-@triton.jit
-def _load_operands(part, tokens, tail, plane, FRESH: tl.constexpr, CONFIG: tl.constexpr):
-    """Return what the state is multiplied by, each [C, PART] as it is or in two parts: rows for
-    what it holds of the keys, for outputs, and for the next state. With FRESH they are in the
-    step."""
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        kept = _load_parts(pieces.rows_place(plane, 2, CONFIG), CONFIG.PART, CONFIG)
-        seen, read = kept, kept
-        if CONFIG.DELTA:
-            seen = _load_parts(pieces.rows_place(plane, 0, CONFIG), CONFIG.PART, CONFIG)
-        if FRESH:
-            read = _load_parts(pieces.rows_place(plane, 1, CONFIG), CONFIG.PART, CONFIG)
-    else:
-        columns = part_columns(0, CONFIG)
-        seen = (pieces.load_keys(part, tokens, tail, columns, FRESH, CONFIG),)
-        read, kept = seen, seen
-        if FRESH:
-            read = (pieces.load_queries(part, tokens, columns, CONFIG),)
-    return seen, read, kept
-
-
-@triton.jit
-def _vector(vector, which: tl.constexpr, CONFIG: tl.constexpr):
-    return tl.load(vector + which * CONFIG.C + tl.arange(0, CONFIG.C))[None, :]
-
-
-@triton.jit
-def _compute_chunk(s, rows, v, skip, plane, vector, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr):
-    """Return the state [ROWS, PART] after a chunk and, with OUTPUTS, its outputs [ROWS, C]. The
-    left operands of all products are made of results, so that they stay in registers."""
-    C: tl.constexpr = CONFIG.C
-    ROWS: tl.constexpr = CONFIG.ROWS
-    CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
-    v = tl.trans(v)
-    zeros = tl.zeros([ROWS, C], tl.float32)
-    parts, o = pieces.parts_of(s), zeros
-    u = v * _vector(vector, 0, CONFIG)
-    if CONFIG.DELTA:
-        seen = pieces.multiply(parts, rows[0], zeros, CONFIG)
-        if not CHANNEL:
-            seen *= _vector(vector, 1, CONFIG)
-        u -= seen
-    if OUTPUTS:
-        o = pieces.multiply(parts, rows[1], zeros, CONFIG)
-        if not CHANNEL:
-            o *= _vector(vector, 2, CONFIG)
-        if CONFIG.HAS_SKIP:
-            o += v * skip
-    if CONFIG.DELTA:
-        solve = _load_parts(plane + 2 * C * C, C, CONFIG)
-        u = pieces.multiply(pieces.parts_of(u), solve, zeros, CONFIG)
-    if OUTPUTS:
-        o = pieces.multiply(pieces.parts_of(u), _load_parts(plane, C, CONFIG), o, CONFIG)
-    if CHANNEL:
-        s *= tl.load(vector + C + tl.arange(0, CONFIG.PART))[None, :]
-    else:
-        u *= _vector(vector, 3, CONFIG)
-        s *= tl.load(vector + 4 * C)
-    parts, kept = pieces.parts_of(u), ()
-    for term in tl.static_range(len(rows[2])):
-        kept = kept + (tl.trans(rows[2][term]),)
-    return pieces.multiply(parts, kept, s, CONFIG), o
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
-def long_step_kernel(
-    q,
-    k,
-    v,
-    skip,
-    out,
-    state,
-    positions,
-    tail_k,
-    tail_v,
-    query_start_loc,
-    seq_lens,
-    slots,
-    sources,
-    planes,
-    factors,
-    num_reqs,
-    num_tokens,
-    CONFIG: tl.constexpr,
-):
-    """Compute a step of one request for ROWS value rows of one state head.
-
-    CONFIG is a `StateConfig` with all columns of the keys in one part. Grid: (requests + 1,
-    HV * BLOCKS). The last programs clear the rows after the last request.
-    """
-    C: tl.constexpr = CONFIG.C
-    number = tl.program_id(0)
-    head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
-    if number == num_reqs:
-        first = tl.load(query_start_loc + num_reqs)
-        clear_tokens(out, first, num_tokens, head, block, CONFIG)
-        return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
-    if request.slot < 0:
-        clear_tokens(out, request.first, request.first + request.count, head, block, CONFIG)
-        return
-    if request.count <= 0:
-        return
-    columns = pass_columns(block, 0, CONFIG)
-    base = load_base(positions, request, head, block, CONFIG)
-    s = load_state(state, request.source, head, columns, base, CONFIG)
-    s = settle_state(s, base, CONFIG)
-    keep = kept_state(request, CONFIG)
-    if (request.source != request.slot) & (base > 0) & (keep == base):
-        store_state(state, request.slot, head, columns, s, CONFIG)
-    s = tl.trans(s[0])
-    tokens = open_head(Tokens(q, k, v, q, q), head, CONFIG)
-    tail = open_tail(Tail(tail_k, tail_v, q, q), request.source, head, CONFIG)
-    factor = 0.0
-    if CONFIG.HAS_SKIP:
-        factor = tl.load(skip + head).to(tl.float32)
-    chunks = request.first // C + number * CONFIG.EXTRA
-    count, held = pieces.count_chunks(request, base, CONFIG)
-    for fresh in tl.static_range(2):
-        for own in tl.range(held * fresh, count if fresh else held, num_stages=1 + fresh):
-            part = pieces.open_part(request, base, own, CONFIG)
-            plane, vector = _places(planes, factors, chunks + own, head, CONFIG)
-            rows = _load_operands(part, tokens, tail, plane, fresh == 1, CONFIG)
-            values = pieces.load_values(part, tokens, tail, columns, fresh == 1, CONFIG)
-            s, o = _compute_chunk(s, rows, values, factor, plane, vector, fresh == 1, CONFIG)
-            if fresh:
-                _store_outputs(out + head * CONFIG.O_H, part, o, columns, CONFIG)
-            if part.stop == keep:
-                store_state(state, request.slot, head, columns, (tl.trans(s),), CONFIG)

@@ -20,23 +20,13 @@ __all__ = [
     "load_keys",
     "load_numbers",
     "load_queries",
-    "load_values",
     "multiply",
     "open_part",
     "parts_of",
-    "places_of",
     "rows_place",
     "store_parts",
     "tile",
 ]
-
-
-@triton.jit
-def _divide(request, base, CONFIG: tl.constexpr):
-    """Return the two positions that divide the tokens after `base`: chunks end at the first new
-    token, so that their rows come from the tail or from the step, and at the stored state."""
-    keep = kept_state(request, CONFIG)
-    return tl.minimum(request.computed, keep), tl.maximum(request.computed, keep)
 
 
 class Part(NamedTuple):
@@ -44,108 +34,74 @@ class Part(NamedTuple):
 
     Attributes:
         start, stop: their positions, from the first one to behind the last.
-        token: row of the first one in the batch, int64.
-        is_old: they are in the tail.
+        token: row of the first one in the batch, int64; before the request for one in the tail.
+        held: how many of them are in the tail, if that is neither negative nor more than C.
     """
 
     start: Any
     stop: Any
     token: Any
-    is_old: Any
+    held: Any
 
 
 @triton.jit
 def count_chunks(request, base, CONFIG: tl.constexpr):
-    """Return the number of chunks of a request whose state is at `base`, and of those in the
-    tail."""
-    low, high = _divide(request, base, CONFIG)
-    one, two = tl.cdiv(low - base, CONFIG.C), tl.cdiv(high - low, CONFIG.C)
-    held = one + tl.where(high == request.computed, two, 0)
-    return one + two + tl.cdiv(request.end - high, CONFIG.C), held
+    """Return the number of chunks of a request whose state is at `base`. One ends at the state that
+    the step stores."""
+    keep = kept_state(request, CONFIG)
+    return tl.cdiv(keep - base, CONFIG.C) + tl.cdiv(request.end - keep, CONFIG.C)
 
 
 @triton.jit
 def open_part(request, base, number, CONFIG: tl.constexpr):
     """Return a chunk of a request as a `Part`."""
-    low, high = _divide(request, base, CONFIG)
-    one = tl.cdiv(low - base, CONFIG.C)
-    two = one + tl.cdiv(high - low, CONFIG.C)
-    begin = tl.where(number < one, base, tl.where(number < two, low, high))
-    before = tl.where(number < one, 0, tl.where(number < two, one, two))
-    limit = tl.where(number < one, low, tl.where(number < two, high, request.end))
-    start = begin + (number - before) * CONFIG.C
-    token = (request.first + start - request.computed).to(tl.int64)
-    return Part(start, tl.minimum(start + CONFIG.C, limit), token, start < request.computed)
+    keep = kept_state(request, CONFIG)
+    after = number - tl.cdiv(keep - base, CONFIG.C)
+    start = tl.where(after < 0, base + number * CONFIG.C, keep + after * CONFIG.C)
+    limit = tl.where(after < 0, keep, request.end)
+    held = request.computed - start
+    token = (request.first - held).to(tl.int64)
+    return Part(start, tl.minimum(start + CONFIG.C, limit), token, held)
 
 
 @triton.jit
-def places_of(
-    part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, FRESH: tl.constexpr, CONFIG: tl.constexpr
-):
-    """Return pointers to the rows of a chunk in the tail or in the step, [C], and which exist; OLD
-    and NEW are the strides of rows. With FRESH they are in the step."""
+def _load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
+    """Return columns of the rows of a chunk, [C, columns], from the tail or from the step, 0 where
+    there is no token. OLD and NEW are the strides of rows."""
     row = tl.arange(0, CONFIG.C)
-    place = new + part.token * NEW + row * NEW
-    if not FRESH:
-        ring = ((part.start + row) % CONFIG.RING) * OLD
-        place = tl.where(part.is_old, old, new + part.token * NEW) + tl.where(
-            part.is_old, ring, row * NEW
-        )
-    return place, row < part.stop - part.start
+    # Triton 3.9 does not know the alignment of rows of which each has its choice.
+    ring = old + (((part.start + row) % CONFIG.RING) * OLD)[:, None] + columns[None, :]
+    place = new + ((part.token + row) * NEW)[:, None] + columns[None, :]
+    place = tl.where((row < part.held)[:, None], ring, place)
+    return tl.load(place, mask=(row < part.stop - part.start)[:, None], other=0.0)
 
 
 @triton.jit
-def _load(
-    part,
-    old,
-    new,
-    columns,
-    SIZE: tl.constexpr,
-    OLD: tl.constexpr,
-    NEW: tl.constexpr,
-    FRESH: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
-    """Return columns of SIZE in the rows of a chunk, [C, columns], 0 where there is no token."""
-    place, exists = places_of(part, old, new, OLD, NEW, FRESH, CONFIG)
-    inside = exists[:, None]
-    if ((columns.shape[0] - 1) | (SIZE - 1)) & SIZE:  # other columns of a power of two all exist
-        inside = inside & (columns < SIZE)[None, :]
-    return tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def load_keys(part, tokens, tail, columns, FRESH: tl.constexpr, CONFIG: tl.constexpr):
+def load_keys(part, tokens, tail, columns, CONFIG: tl.constexpr):
     OLD: tl.constexpr = CONFIG.HK * CONFIG.DK
-    return _load(part, tail.k, tokens.k, columns, CONFIG.DK, OLD, CONFIG.K_T, FRESH, CONFIG)
+    return _load(part, tail.k, tokens.k, columns, OLD, CONFIG.K_T, CONFIG)
 
 
 @triton.jit
 def load_decays(part, tokens, tail, columns, CONFIG: tl.constexpr):
     """Return the decays of channels."""
     OLD: tl.constexpr = CONFIG.HV * CONFIG.DK
-    place = (tail.decay, tokens.decay)
-    return _load(part, *place, columns, CONFIG.DK, OLD, CONFIG.G_T, False, CONFIG)
+    return _load(part, tail.decay, tokens.decay, columns, OLD, CONFIG.G_T, CONFIG)
 
 
 @triton.jit
 def load_queries(part, tokens, columns, CONFIG: tl.constexpr):
-    """Return the queries of a chunk, 0 for tokens in the tail."""
-    fresh = Part(part.start, tl.where(part.is_old, part.start, part.stop), part.token, False)
-    return _load(fresh, tokens.q, tokens.q, columns, CONFIG.DK, 0, CONFIG.Q_T, True, CONFIG)
-
-
-@triton.jit
-def load_values(part, tokens, tail, columns, FRESH: tl.constexpr, CONFIG: tl.constexpr):
-    OLD: tl.constexpr = CONFIG.HV * CONFIG.DV
-    x = _load(part, tail.v, tokens.v, columns, CONFIG.DV, OLD, CONFIG.V_T, FRESH, CONFIG)
-    return x.to(tl.float32)
+    """Return the queries of a chunk; any for tokens in the tail, whose outputs nobody stores."""
+    return _load(part, tokens.q, tokens.q, columns, 0, CONFIG.Q_T, CONFIG)
 
 
 @triton.jit
 def load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
-    place, exists = places_of(part, old, new, OLD, NEW, False, CONFIG)
-    return tl.load(place, mask=exists, other=0.0)
+    """Return one number of each row, [C]."""
+    row = tl.arange(0, CONFIG.C)
+    place = new + (part.token + row) * NEW
+    place = tl.where(row < part.held, old + ((part.start + row) % CONFIG.RING) * OLD, place)
+    return tl.load(place, mask=row < part.stop - part.start, other=0.0)
 
 
 @triton.jit
