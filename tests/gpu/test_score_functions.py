@@ -69,12 +69,17 @@ FUNCTIONS = (
     "DOCUMENTS", "CLOSED_DOCUMENTS", "HEAD_WINDOWS", "SPANS", "WINDOWED_SPANS", "PREFIX_LM",
     "BLOCK_DIFFUSION", "MULTI_ITEM",
 )  # fmt: skip
+SHAPES = [(128, (8, 2)), (128, (4, 4)), (64, (16, 2))]
+CASES = [
+    (name, *shape, list(FEATURES)[(number + place) % 2])
+    for number, name in enumerate(FUNCTIONS)
+    for place, shape in enumerate(SHAPES)
+]
+"""A kernel each: all pairs of function, shape and features."""
 
 
-@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("head_size", "heads"), [(128, (8, 2)), (128, (4, 4)), (64, (16, 2))])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "head_size", "heads", "features"), CASES)
 def test_functions_that_select_keys(
     name: str, head_size: int, heads: tuple[int, int], batch: str, features: str
 ) -> None:
