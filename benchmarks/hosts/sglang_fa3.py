@@ -73,7 +73,7 @@ def register() -> None:
 
     torch.ops.load_library(os.environ[LIBRARY])
     operations = types.SimpleNamespace(default=_forward)
-    torch.ops.sgl_kernel.fwd = operations
-    torch.ops.sgl_kernel.get_scheduler_metadata = _schedule
+    torch.ops.sgl_kernel.fwd = operations  # type: ignore[attr-defined]
+    torch.ops.sgl_kernel.get_scheduler_metadata = _schedule  # type: ignore[attr-defined]
     module = types.ModuleType("sgl_kernel.flash_ops")
     sys.modules[module.__name__] = sgl_kernel.flash_ops = module

@@ -305,7 +305,7 @@ def profile(engine: Engine, name: str) -> dict[str, Any]:
     events = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     )
     kernels: Counter[str] = Counter()
     busy: Counter[str] = Counter()

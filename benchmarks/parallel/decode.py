@@ -150,7 +150,8 @@ def _kernels(ranks: Ranks, call: Call) -> list[list[Any]]:
             ranks.wait()
             call()
         ranks.wait()
-    found = [x for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    found = [x for x in profile.events() if x.device_type == on_gpu]
     found.sort(key=lambda event: event.time_range.start)
     last = found[len(found) // 2 :]
     return [[x.name[:80], round(x.time_range.elapsed_us(), 1)] for x in last]

@@ -33,10 +33,10 @@ def common_tests() -> Any:
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(folder)]
     sys.modules[_PACKAGE] = package
-    for path, attribute in _ABSENT.items():
-        module = ModuleType(f"{_PACKAGE}.{path}")
+    for name_in_package, attribute in _ABSENT.items():
+        module = ModuleType(f"{_PACKAGE}.{name_in_package}")
         setattr(module, attribute, type(attribute, (), {}))
-        parent = ModuleType(f"{_PACKAGE}.{path.partition('.')[0]}")
+        parent = ModuleType(f"{_PACKAGE}.{name_in_package.partition('.')[0]}")
         parent.__path__ = []
         sys.modules[parent.__name__] = parent
         sys.modules[module.__name__] = module
