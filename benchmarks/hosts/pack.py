@@ -5,9 +5,10 @@
 
 A run of vLLM needs `packages` and its release; SGLang needs `packages`, its release, and for `fa3`
 the release of vLLM whose FlashAttention 3 it runs (`sglang_fa3.py`). On the machine, in the folder
-of the archives:
+of the archives, with folders apart, because releases of SGLang bring another transformers:
 
-    for one in *.tar.xz; do python3 -m tarfile -e $one site; done; export PYTHONPATH=$PWD/site
+    for one in *.tar.xz; do python3 -m tarfile -e $one ${one%.tar.xz}; done
+    export PYTHONPATH=$PWD/vllm-0.26.0:$PWD/packages  # or $PWD/sglang-0.5.17:$PWD/packages
 
 The machine has a Hopper GPU, CPython 3.12 on x86-64, torch 2.11, triton 3.6, transformers 5.17,
 and the packages of --present. `packages` has what vLLM and SGLang import besides
@@ -55,10 +56,10 @@ MACHINE = {
 }  # fmt: skip
 """Its markers."""
 WITH_SGLANG = {
-    "0.5.17": ("sglang-kernel==0.4.5",),
+    "0.5.17": ("sglang-kernel==0.4.5", "transformers==5.12.1", "tokenizers==0.22.2"),
     "0.5.23": ("sglang-kernel==0.4.10",),
 }
-"""Release -> the wheel of its operations."""
+"""Release -> the wheel of its operations, and packages of which the machine has other versions."""
 MORE_OF_SGLANG = (
     "dill==0.4.1", "distro", "easydict", "gguf==0.19.0", "interegular", "python-multipart",
     "setproctitle", "uvicorn",
@@ -69,7 +70,8 @@ LIBRARIES = re.compile(
 )
 """Compiled files of engines that are packed."""
 SKIPPED = re.compile(
-    r"(^|/)(tests?|benchmarks?|docs|__pycache__)/|\.(pyi|h|hpp|cuh?|inl|a|rs|js|css|map|svg|png|html)$"
+    r"(^|/)(tests?|benchmarks?|docs|__pycache__)/|\.(pyi|a|rs|js|css|map|svg|png|html)$"
+    r"|^(?!(tvm_ffi/(include|3rdparty/dlpack)|sglang/kernels/jit)/).*\.(h|hpp|cuh?|inl)$"
     r"|^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla|qutlass|tml_fa4)/)"
     r"|\.data/|device_name=(?!NVIDIA_H[12]00)[^/]*\.json$|/RECORD$"
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fa3 import LIBRARY
-from sglang_plugins import enable
+from sglang_plugins import prepare
 from shapes import SHAPES
 from turns import turn
 from vllm_throughput import CAPTURED, lengths, prompts
@@ -111,10 +111,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.native:
-        enable("sglang_native")
-    if os.environ.get(LIBRARY):
-        enable("sglang_fa3")
+    wanted = {"sglang_native": arguments.native, "sglang_fa3": os.environ.get(LIBRARY)}
+    prepare(*(module for module, is_wanted in wanted.items() if is_wanted))
     import sglang
     import torch
 

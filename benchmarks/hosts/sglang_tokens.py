@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fa3 import LIBRARY
-from sglang_plugins import enable
+from sglang_plugins import prepare
 
 SPECULATION = {
     "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4,
@@ -43,10 +43,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.native:
-        enable("sglang_native")
-    if os.environ.get(LIBRARY):
-        enable("sglang_fa3")
+    wanted = {"sglang_native": arguments.native, "sglang_fa3": os.environ.get(LIBRARY)}
+    prepare(*(module for module, is_wanted in wanted.items() if is_wanted))
     import sglang
 
     folder = arguments.models / arguments.model

@@ -53,6 +53,11 @@ CODE = fat_binary(
     (2, 80, b"A" * 8), (2, 90, b"B" * 8), (1, 90, b"C" * 8), (2, 90, SOFT_CAP),
     (2, 90, SOFT_CAP + PLAIN),
 )  # fmt: skip
+COMPILED_THERE = (
+    "tvm_ffi/include/tvm_ffi/any.h", "tvm_ffi/3rdparty/dlpack/include/dlpack/dlpack.h",
+    "sglang/kernels/jit/include/sgl_kernel/tensor.h", "sglang/kernels/jit/csrc/rope.cuh",
+)  # fmt: skip
+"""Sources of kernels that SGLang compiles when it runs."""
 
 
 def test_libraries_keep_code_for_hopper(pack: Any) -> None:
@@ -76,6 +81,8 @@ def test_archives_hold_what_a_run_loads(
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("vllm/a.py", "vllm/tests/b.py", "vllm/third_party/deep_gemm/c.py", "vllm/d.h"):
             archive.writestr(name, name)
+        for name in COMPILED_THERE:
+            archive.writestr(name, name)
         archive.writestr("vllm-0.26.0.dist-info/METADATA", "Name: vllm")
         for name in ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"):
             archive.writestr(name, compiled)
@@ -95,10 +102,12 @@ def test_archives_hold_what_a_run_loads(
         "vllm/a.py": b"vllm/a.py",
         "vllm-0.26.0.dist-info/METADATA": b"Name: vllm",
         "vllm/_C_stable_libtorch.abi3.so": pack.shrink(compiled),
+        **{name: name.encode() for name in COMPILED_THERE},
     }
     assert capsys.readouterr().out.splitlines()[-1].startswith("together: ")
     vllm, packages, *sglang = asked
-    assert vllm == ("vllm==0.26.0",) and sglang[0] == ("sglang==0.5.17", "sglang-kernel==0.4.5")
+    assert vllm == ("vllm==0.26.0",)
+    assert sglang[0][:3] == ("sglang==0.5.17", "sglang-kernel==0.4.5", "transformers==5.12.1")
     assert "numba==" not in " ".join(packages) and "distro" in sglang[1] and "dill" not in sglang[1]
     assert "pydantic==" in " ".join(packages)
     with tarfile.open(tmp_path / "out" / "packages.tar.xz") as archive:
