@@ -39,6 +39,7 @@ SOURCES = {
         "h200/slow_rows.json",
         "h200/coverage.json",
         "h200/float8_decodes.json",
+        "h200/gaps.json",
         "h200/state_decodes.json",
     ),
 }

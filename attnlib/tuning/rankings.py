@@ -14,7 +14,8 @@ layers that differ from it
 
 Other layers over float8 caches, or over caches of 16-bit floats, that the Hopper kernels serve take
 the order of those that were measured on a chip, if one backend was the fastest in each class of
-them. Each of these rules precedes the next one on every chip.
+them; latents take that of measured latents. Each of these rules precedes the next one on every
+chip.
 `benchmarks/ship_rankings.py` writes the tables from results of `attnlib bench` and `attnlib tune`.
 """
 
@@ -33,7 +34,7 @@ import torch
 
 from attnlib import env
 from attnlib.device import DeviceInfo
-from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, decode_rows
+from attnlib.ops.triton.hopper.sizes import BLOCK_SIZES, LATENT_SIZES, decode_rows
 from attnlib.spec import LayerSpec
 from attnlib.tuning.layers import layer_class
 from attnlib.tuning.store import chip_name
@@ -47,6 +48,7 @@ _WHOLE_BLOCKS = 16
 """
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _16_BITS = ("bfloat16", "float16")
+_LATENTS = "mla"
 _FEATURES = frozenset({"window", "soft cap", "sinks"})
 """Features that the kernels of the measured layers have too. Layers with others may use other
 kernels."""
@@ -140,6 +142,8 @@ def _has_hopper_kernels(layer: Mapping[str, Any]) -> bool:
     """Whether the Hopper kernels serve such layers, as they serve all measured ones; otherwise the
     portable kernels do. (Those over smaller blocks differ from the measured ones, too.)"""
     stored, sizes = layer["kv_cache_dtype"], (layer["head_size"], layer["head_size_v"])
+    if layer["features"] == [_LATENTS]:
+        return stored in _16_BITS and sizes == LATENT_SIZES and layer["block_size"] in BLOCK_SIZES
     multiple = 16 if stored in _FLOAT8 else 8
     return (
         layer["block_size"] in BLOCK_SIZES
@@ -161,7 +165,8 @@ def _of_all_layers(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
         queries = caches = _16_BITS
     else:
         return None
-    if not _FEATURES.issuperset(layer["features"]) or not _has_hopper_kernels(layer):
+    is_latent = _LATENTS in layer["features"]
+    if not (is_latent or _FEATURES.issuperset(layer["features"])) or not _has_hopper_kernels(layer):
         return None
     found = [
         ranking
@@ -169,7 +174,7 @@ def _of_all_layers(chip: str, layer: Mapping[str, Any]) -> Ranking | None:
         if ranking.layer["dtype"] in queries
         and ranking.layer["kv_cache_dtype"] in caches
         and ranking.layer["block_size"] >= _WHOLE_BLOCKS
-        and "mla" not in ranking.layer["features"]
+        and (_LATENTS in ranking.layer["features"]) is is_latent
     ]
     if len({ranking.order[0] for ranking in found}) != 1:
         return None
