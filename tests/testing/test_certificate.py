@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.backends.triton import TritonBackend
 from attnlib.device import DeviceInfo
 from attnlib.spec import AttentionSpec
 from attnlib.testing import certificate
 from attnlib.testing.batch_variants import KINDS
 from attnlib.testing.case import Case
 from attnlib.testing.certificate import certify_batch_invariance
+from attnlib.testing.checks import state_bits
 from attnlib.testing.commands import verify_main
-from attnlib.testing.states.certificate import STATE_KINDS
+from attnlib.testing.states import cases
+from attnlib.testing.states.certificate import STATE_KINDS, state_kinds
 from tests.testing.toy_backend import ToyBackend
 from tests.testing.wrong_backends import UNCERTIFIED
 from tests.testing.wrong_states import RIGHT_STATES, WRONG_STATES
@@ -156,6 +159,25 @@ def test_states_that_only_claim_it_fail() -> None:
     undeclared = certify_batch_invariance(RIGHT_STATES["plain"], device="cpu", quick=True)
     assert not undeclared.declared and not undeclared.passed
     assert undeclared.specs[0].unsupported
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_large_heads_of_states(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has kernels that the small heads do not reach."""
+    info = DeviceInfo("cuda", capability=(9, 0), is_hypothetical=True)
+    monkeypatch.setattr(cases, "resolve_device", lambda device: info)
+    target = SimpleNamespace(
+        backend=TritonBackend, device=torch.device(device), kinds=("state",), quick=False,
+        state_dtype=torch.float32,
+    )  # fmt: skip
+    names = [name for name, _ in state_kinds(target)]  # type: ignore[arg-type]
+    assert sum("large heads" in name for name in names) == 5 * (device == "cuda")
+    (check,) = state_bits.CHECKS
+    found = {case.id: case.state_spec for case in check.cases(target)}  # type: ignore[arg-type]
+    assert len(found) == 6 + 5 * (device == "cuda")
+    for name in ("gated-delta-large", "mamba2-large") if device == "cuda" else ():
+        spec = found[name]
+        assert spec is not None and (spec.dtype, spec.key_size) == (torch.bfloat16, 128)
 
 
 @pytest.mark.slow

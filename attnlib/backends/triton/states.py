@@ -8,6 +8,8 @@ from attnlib.backends.state_impl import StateInputs, StateOperations, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs
+from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.heuristics.state_tiles import long_chunk
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
 from attnlib.ops.triton.states.short_convolution import PreparedConvolution, short_convolution
 from attnlib.ops.triton.states.state_step import PreparedStep, state_step
@@ -51,9 +53,13 @@ class TritonStateImpl(StateOperations):
     def plan_fused_step(
         self, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan | None:
-        """One launch for decodes and verification."""
+        """One launch for decodes and verification, if other steps of an invariant layer have the
+        bits of its kernel (T18)."""
         owner, batch = self.owner, metadata.batch
         if not output.numel() or batch.max_query_len > self.spec.max_rollback + 1:
+            return None
+        capability = limits_of(output).capability
+        if self.spec.batch_invariant and long_chunk(cache.tensors.layout, capability, True):
             return None
         weight, activation = owner.conv_weight, self.spec.conv_activation
         assert weight is not None  # the layer checks it

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from typing import Any
 
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
-from attnlib.testing.check import Check
-from attnlib.testing.states.cases import ROLLBACK, over_kinds
+from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.states.cases import (
+    ROLLBACK,
+    case,
+    over_kinds,
+    recurrent_kinds,
+    with_large_heads,
+)
 from attnlib.testing.states.certificate import served_alone, served_together
+from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.layers import compare_result_bits, drawn
 
 __all__ = ["CHECKS"]
@@ -26,6 +34,12 @@ def _bits(target: BackendUnderTest, spec: StateSpec) -> str:
     return ""
 
 
-_cases = partial(over_kinds, body=_bits, rollback=ROLLBACK, batch_invariant=True)
+def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
+    given: dict[str, Any] = {"max_rollback": ROLLBACK, "batch_invariant": True}
+    yield from over_kinds(target, _bits, rollback=ROLLBACK, batch_invariant=True)
+    for name in recurrent_kinds():
+        if spec := with_large_heads(target, KINDS[name].replace(**given)):
+            yield case(f"{name.replace(' ', '-')}-large", target, spec, _bits)
+
 
 CHECKS = (Check("ST9", "states: bits of a batch-invariant layer", _cases, kind="state"),)

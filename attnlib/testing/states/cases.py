@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from attnlib.capabilities import Sizes
+from attnlib.device import resolve_device
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.check import CheckCase
 from attnlib.testing.states.kinds import KINDS
 
-__all__ = ["ROLLBACK", "Body", "adapted", "forms_of", "over_kinds", "recurrent_kinds"]
+__all__ = [
+    "ROLLBACK",
+    "Body",
+    "adapted",
+    "forms_of",
+    "over_kinds",
+    "recurrent_kinds",
+    "case",
+    "with_large_heads",
+]
 
 ROLLBACK = 3
 """Draft tokens of the cases with rollback."""
@@ -29,6 +41,16 @@ def adapted(target: BackendUnderTest, spec: StateSpec) -> StateSpec:
         return spec
     size = next((n for n in (16, 32, 64, 128, 256) if n in caps.key_sizes), spec.key_size)
     return spec.replace(key_size=size, value_size=size)
+
+
+def with_large_heads(target: BackendUnderTest, spec: StateSpec) -> StateSpec | None:
+    """The spec in bfloat16 with heads as large as those of models, which may have other kernels;
+    None where the backend does not take it, in a quick run, and on a CPU, which is too slow."""
+    if target.quick or target.device.type == "cpu":
+        return None
+    values = 64 if spec.update == "add" else 128
+    large = spec.replace(dtype=torch.bfloat16, key_size=128, value_size=values)
+    return None if target.backend.state_reasons(large, resolve_device(target.device)) else large
 
 
 def forms_of(target: BackendUnderTest, spec: StateSpec) -> list[str]:

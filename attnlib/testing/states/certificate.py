@@ -14,7 +14,7 @@ from attnlib.device import resolve_device
 from attnlib.spec import StateSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.certified_spec import CertifiedSpec, hash_of
-from attnlib.testing.states.cases import adapted
+from attnlib.testing.states.cases import adapted, with_large_heads
 from attnlib.testing.states.inputs import TokenInputs
 from attnlib.testing.states.kinds import KINDS
 from attnlib.testing.states.layers import LayerUnderTest, compare_result_bits, drawn, part_of
@@ -44,17 +44,21 @@ def state_kinds(
     if "state" not in target.kinds:
         return
     names = ("gated delta", "short convolution") if target.quick else tuple(KINDS)
+    drafts = min(_DRAFTS, target.backend.state_capabilities.max_rollback or 0)
     for name in names:
         base = adapted(target, KINDS[name])
         dtypes = [base.dtype] if target.quick else [torch.float32, torch.bfloat16]
         for dtype in dtypes:
-            drafts = min(_DRAFTS, target.backend.state_capabilities.max_rollback or 0)
             spec = base.replace(
                 dtype=dtype, state_dtype=dtype, max_rollback=drafts, batch_invariant=True
             )
             text = str(dtype).removeprefix("torch.")
             title = f"{name} states, {text}"
             yield title, partial(_certify, target, title, spec)
+        given = {"max_rollback": drafts, "batch_invariant": True}
+        if base.has_recurrence and (large := with_large_heads(target, base.replace(**given))):
+            title = f"{name} states of large heads, bfloat16"
+            yield title, partial(_certify, target, title, large)
 
 
 def _certify(target: BackendUnderTest, name: str, spec: StateSpec) -> CertifiedSpec:

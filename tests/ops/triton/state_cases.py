@@ -117,6 +117,35 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "long_chunk": 32,
         },
     ),
+    "state-128-chunks": ("state", {"long_chunk": 32, "is_invariant": True}),
+    "state-128-chunks-channels": (
+        "state",
+        {"decay": "channel", "num_key_heads": 32, "long_chunk": 32, "is_invariant": True},
+    ),
+    "state-64-chunks": (
+        "state",
+        {
+            "key_size": 64,
+            "value_size": 192,
+            "chunk_size": 32,
+            "max_rollback": 3,
+            "long_chunk": 32,
+            "is_invariant": True,
+        },
+    ),
+    "state-mamba2-chunks": (
+        "state",
+        {
+            "value_size": 64,
+            "num_heads": 128,
+            "num_key_heads": 8,
+            "update": "add",
+            "skip": True,
+            "state_dtype": torch.bfloat16,
+            "long_chunk": 32,
+            "is_invariant": True,
+        },
+    ),
     "state-64-rows": (
         "state",
         {"key_size": 64, "value_size": 64, "num_reqs": 32, "row_decodes": True},
@@ -234,8 +263,9 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> (operation, options) of one decode and one prefill; of a decode with `fused`. With
 "whole", the heads of the requests fill a chip; with "long_chunk", prefills on Hopper compute so
-many tokens at a time; with "row_decodes", decodes have this form, and there is no prefill; with
-"copied_decodes", they copy states to shared memory on Hopper."""
+many tokens at a time and, with "is_invariant", a chunk of the slots, decodes too; with
+"row_decodes", decodes have this form, and there is no prefill; with "copied_decodes", they copy
+states to shared memory on Hopper."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
@@ -282,6 +312,7 @@ def run_state(options: dict[str, Any]) -> None:
     options = dict(options)
     update, has_skip = options.pop("update", "delta"), options.pop("skip", False)
     chunk, is_row = options.pop("long_chunk", 0), options.pop("row_decodes", False)
+    is_invariant = options.pop("is_invariant", not (chunk or is_row))
     can_copy = state_tiles.can_copy if options.pop("copied_decodes", False) else _never
     slots, decode, prefill = _slots(options)
     layout = slots.layout
@@ -291,7 +322,7 @@ def run_state(options: dict[str, Any]) -> None:
     decay, beta = torch.empty(shapes.get(layout.decay, value.shape[:2])), torch.empty(64, 1)
     params = RecurrenceParams(
         scale=0.1, update=update, qk_norm=update == "delta", skip=decay if has_skip else None,
-        is_invariant=not (chunk or is_row),
+        is_invariant=is_invariant,
     )  # fmt: skip
     with patch.object(state_tiles, "LONG_CHUNK", chunk), patch.object(config, "can_copy", can_copy):
         for batch in (decode,) if is_row else (decode, prefill):

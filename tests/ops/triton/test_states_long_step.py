@@ -33,7 +33,7 @@ from tests.ops.triton.hopper.emulate import run_emulated
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 1e-2
 """Of bfloat16 outputs, as in `test_states`."""
-USES = state_tiles.uses_long_chunks
+CHUNK = state_tiles.long_chunk
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         monkeypatch.setattr(JITFunction, "run", run_emulated)
         monkeypatch.setattr(serial_step_kernel, "hash", "of functions that are interpreted")
         monkeypatch.setattr(
-            state_tiles, "uses_long_chunks", lambda layout, chip, most: USES(layout, (9, 0), most)
+            state_tiles, "long_chunk", lambda layout, chip, *given: CHUNK(layout, (9, 0), *given)
         )
     elif limits_of(torch.empty(0, device=DEVICE)).capability[0] != 9:
         pytest.skip("the kernels are for Hopper")
@@ -174,8 +174,8 @@ def test_requests_forks_and_other_slots(long_steps: list[int]) -> None:
 
 
 def test_addresses_and_strides(long_steps: list[int]) -> None:
-    """Rows are copied in units of 16 bytes: inputs that begin elsewhere are moved, those whose rows
-    are not as far from each other take other kernels."""
+    """Rows are copied in units of 16 bytes: inputs that begin elsewhere are moved, and those whose
+    rows are not as far from each other."""
     spec, length = spec_of("mamba2"), 40
     layer, tokens = draw_layer(spec), draw_tokens(spec, length, 1)
     batch = moved(batch_of(Step([length], [length], [5])), torch.device(DEVICE))
@@ -199,9 +199,8 @@ def test_addresses_and_strides(long_steps: list[int]) -> None:
         outputs.append(out.cpu())
     expected = wanted(spec, layer, tokens)
     assert largest_error(Results(None, outputs[0]), expected) < LIMIT
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    assert largest_error(Results(None, outputs[3]), expected) < LIMIT
-    assert long_steps == 4 * [length]  # the third one is prepared twice, the last one differs
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert long_steps == 6 * [length]  # the last two are prepared twice
 
 
 def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +210,7 @@ def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.Monkey
     assert long_steps == [least]
     served(plain, least - 1, [(least - 1, 0)])
     for other in (
-        {"batch_invariant": True}, {"dtype": torch.float16}, {"key_size": 96}, {"value_size": 32},
+        {"dtype": torch.float16}, {"key_size": 96}, {"value_size": 32},
     ):  # fmt: skip
         served(plain.replace(**other), least, [(least, 0)])
     monkeypatch.setattr(state_tiles, "LONG_CHUNK", 0)
@@ -222,4 +221,6 @@ def test_who_takes_long_chunks(long_steps: list[int], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("capability", [(0, 0), (8, 9), (9, 0), (10, 0)])
 def test_chips(capability: tuple[int, int]) -> None:
     layout = layout_of(spec_of("gated delta"), "tail")
-    assert USES(layout, capability, 32) == (capability == (9, 0))
+    is_taken = capability == (9, 0)
+    assert CHUNK(layout, capability, False, 32) == 32 * is_taken
+    assert CHUNK(layout, capability, True, 1) == 16 * is_taken

@@ -24,9 +24,9 @@ __all__ = [
     "StateTile",
     "can_copy",
     "kind_of_step",
+    "long_chunk",
     "long_tile",
     "state_tile",
-    "uses_long_chunks",
 ]
 
 LARGEST_HEAD = 256
@@ -38,8 +38,8 @@ MOST_DRAFTS = 7
 """Most tokens that can be taken back of layers whose decodes copy states to shared memory: each new
 token has a query and outputs in registers."""
 LONG_CHUNK = 32
-"""Tokens that a long step computes at a time on Hopper where its bits may depend on its length; 0
-for those of a chunk of the slots."""
+"""Tokens that a long step computes at a time on Hopper where its bits may depend on its length, and
+the largest chunk of the slots in these kernels; 0 for no use of them."""
 _LONG_ROWS = 64
 """Value rows of a program of such a step: its products have so many."""
 MOST_COLUMNS = 32
@@ -124,18 +124,26 @@ class StateTile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
-def uses_long_chunks(layout: StateLayout, capability: tuple[int, int], max_query_len: int) -> bool:
-    """Whether steps of at most so many tokens, whose bits may depend on it, take `LONG_CHUNK` of
-    them at a time on a chip, if all inputs are bfloat16 and begin at multiples of 16 bytes."""
+def long_chunk(
+    layout: StateLayout, capability: tuple[int, int], is_invariant: bool, max_query_len: int = 0
+) -> int:
+    """Tokens that the kernels of long steps compute at a time on a chip, if all inputs are
+    bfloat16: a chunk of the slots where bits may not depend on steps (T18), else `LONG_CHUNK`; 0 if
+    other kernels run steps of at most `max_query_len` tokens."""
     sizes = layout.key_size in (64, 128) and layout.value_size % _LONG_ROWS == 0
     fits = capability[0] == 9 and sizes and layout.dtype == torch.bfloat16
-    return fits and layout.chunk_size <= LONG_CHUNK <= max_query_len
+    least = 0 if is_invariant else max(LONG_CHUNK, layout.max_rollback + 2)
+    if not fits or max_query_len < least or layout.chunk_size > LONG_CHUNK:
+        return 0
+    return layout.chunk_size if is_invariant else LONG_CHUNK
 
 
-def long_tile(layout: StateLayout) -> StateTile:
-    """The tile of such steps, of four warps beside those that load."""
+def long_tile(layout: StateLayout, is_short: bool) -> StateTile:
+    """The tile of such steps, of four warps beside those that load; without these in short ones,
+    whose registers are limited so that three programs fit an SM."""
     blocks = layout.value_size // _LONG_ROWS
-    return StateTile(_LONG_ROWS, 1, 0, layout.key_size, 1, blocks, 4, 0, 1)
+    registers = 168 * (is_short and layout.decay != "channel")
+    return StateTile(_LONG_ROWS, 1, 0, layout.key_size, 1, blocks, 4, registers, 1)
 
 
 def can_copy(layout: StateLayout, capability: tuple[int, int]) -> bool:

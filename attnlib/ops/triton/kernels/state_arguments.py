@@ -44,7 +44,7 @@ class StateConfig(NamedTuple):
     Attributes:
         UNIT: the chunk of the slots: states are stored at its multiples.
         C, LEVELS: tokens that are computed at a time, and the logarithm of C to base 2. More than
-            UNIT in `hopper.kernels.state_long` only.
+            UNIT in `hopper.kernels.state_long` only, if bits may depend on steps.
         D: tokens that can be taken back.
         RING: rows of a tail; position p is in row p % RING.
         HV, HK: state heads and key heads.
@@ -56,6 +56,8 @@ class StateConfig(NamedTuple):
         WARPS, GROUP: of decodes in the form of `state_decode`, and the rows of the tail that are
             loaded at a time; 0 for steps in chunks.
         QUERIES: most new tokens of a request in `hopper.kernels.state_decode`, a power of two.
+        CHUNKS: most chunks of a request that `hopper.kernels.state_serial` copies at once; 0 where
+            a request may have more.
         COPIES: pairs of positions of a head, at least BLOCKS.
         DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
         EPS: of the norm.
@@ -86,6 +88,7 @@ class StateConfig(NamedTuple):
     WARPS: int
     GROUP: int
     QUERIES: int
+    CHUNKS: int
     COPIES: int
     DELTA: bool
     DECAY: int

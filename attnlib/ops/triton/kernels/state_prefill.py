@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
@@ -21,17 +22,6 @@ from attnlib.ops.triton.kernels.state_arguments import (
 )
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
-from attnlib.ops.triton.kernels.state_requests import (
-    first_written,
-    kept_state,
-    load_base,
-    open_head,
-    open_request,
-    open_tail,
-    part_columns,
-    store_positions,
-    value_columns,
-)
 from attnlib.ops.triton.kernels.state_rows import (
     choose,
     choose_rows,
@@ -77,7 +67,7 @@ def load_prepared(rows, scale, CONFIG: tl.constexpr):
     if CONFIG.DECAY == DECAY_CHANNEL:
         total = ()
         for part in tl.static_range(PARTS):
-            columns = 2 * C + 4 + part_columns(part, CONFIG)
+            columns = 2 * C + 4 + requests.part_columns(part, CONFIG)
             total = total + (tl.load(rows[:, None] + columns[None, :]),)
     pairs = tl.load(matrix + C)
     factors = Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
@@ -97,16 +87,17 @@ def state_matrices_kernel(
     number = find_request(query_start_loc, tl.program_id(0), num_reqs, CONFIG.C, 128, CONFIG.EXTRA)
     if number == num_reqs:
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if (request.slot < 0) | (request.count <= 0):
         return
-    base = load_base(positions, request, head, 0, CONFIG)
+    base = requests.load_base(positions, request, head, 0, CONFIG)
     chunks = request.first // CONFIG.C + number * CONFIG.EXTRA
     start = base + (tl.program_id(0) - chunks) * CONFIG.C
     if start >= request.end:
         return
-    tokens = open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
-    tail = open_tail(Tail(tail_k, tail_k, tail_decay, tail_beta), request.source, head, CONFIG)
+    tokens = requests.open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
+    tails = Tail(tail_k, tail_k, tail_decay, tail_beta)
+    tail = requests.open_tail(tails, request.source, head, CONFIG)
     rows = chunk_rows(request, start, CONFIG)
     chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, 1.0, CONFIG)
@@ -120,7 +111,7 @@ def state_matrices_kernel(
     tl.store(place + 2 * CONFIG.C + 1, factors.norm_k)
     if CONFIG.DECAY == DECAY_CHANNEL:
         for part in tl.static_range(len(factors.total)):
-            columns = 2 * CONFIG.C + 4 + part_columns(part, CONFIG)
+            columns = 2 * CONFIG.C + 4 + requests.part_columns(part, CONFIG)
             tl.store(place[:, None] + columns[None, :], factors.total[part])
     else:
         tl.store(place + 2 * CONFIG.C + 2, factors.total)
@@ -135,22 +126,22 @@ def state_tail_kernel(
     BLOCKS: tl.constexpr = CONFIG.BLOCKS
     head = tl.program_id(1)
     batch = StateBatch(query_start_loc, seq_lens, slots, sources)
-    request = open_request(batch, tl.program_id(0))
+    request = requests.open_request(batch, tl.program_id(0))
     if (request.slot < 0) | (request.count <= 0):
         return
-    tokens = open_head(Tokens(k, k, v, decay, beta), head, CONFIG)
+    tokens = requests.open_head(Tokens(k, k, v, decay, beta), head, CONFIG)
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
-    tail = open_tail(tails, request.source, head, CONFIG)
-    target = open_tail(tails, request.slot, head, CONFIG)
-    first = first_written(request, CONFIG)
-    for start in range(kept_state(request, CONFIG), request.end, CONFIG.C):
+    tail = requests.open_tail(tails, request.source, head, CONFIG)
+    target = requests.open_tail(tails, request.slot, head, CONFIG)
+    first = requests.first_written(request, CONFIG)
+    for start in range(requests.kept_state(request, CONFIG), request.end, CONFIG.C):
         rows = chunk_rows(request, start, CONFIG)
         wanted = (rows.position >= first) & (rows.position < request.end)
         chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
         for block in tl.static_range(BLOCKS):
-            columns = value_columns(block, CONFIG)
+            columns = requests.value_columns(block, CONFIG)
             values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG))
             store_values(rows, wanted, values, target, columns, CONFIG)
         store_chunk(rows, wanted, chunk, target, head, CONFIG)
     for block in tl.static_range(BLOCKS):
-        store_positions(positions, request, head, block, CONFIG)
+        requests.store_positions(positions, request, head, block, CONFIG)

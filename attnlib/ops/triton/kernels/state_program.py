@@ -7,19 +7,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels import stored_state as stored
 from attnlib.ops.triton.kernels.decode_loads import load_decode
 from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_decode import decode_request
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_prefill import load_prepared, prepared_rows
-from attnlib.ops.triton.kernels.state_requests import (
-    first_written,
-    kept_state,
-    open_head,
-    open_tail,
-    pass_columns,
-    store_positions,
-)
 from attnlib.ops.triton.kernels.state_rows import (
     choose,
     choose_rows,
@@ -28,12 +22,6 @@ from attnlib.ops.triton.kernels.state_rows import (
     load_values,
     store_chunk,
     store_values,
-)
-from attnlib.ops.triton.kernels.stored_state import (
-    load_state,
-    round_state,
-    settle_state,
-    store_state,
 )
 
 __all__ = ["compute_request", "load_first"]
@@ -81,7 +69,7 @@ class Prepared(NamedTuple):
 def _copy_state(request, base, s, state, columns, here, CONFIG: tl.constexpr):
     """Store the state that a fork keeps."""
     if (request.source != request.slot) & (base > 0) & (here.keep == base):
-        store_state(state, request.slot, here.head, columns, s, CONFIG)
+        stored.store_state(state, request.slot, here.head, columns, s, CONFIG)
 
 
 @triton.jit
@@ -142,9 +130,9 @@ def _compute_rows(
     if after <= request.end:
         # A state is rounded once for each chunk, whether it is stored or not (T13).
         s = advance_state(s, u, prepared.chunk, prepared.factors, CONFIG)
-        s = round_state(s, state, CONFIG)
+        s = stored.round_state(s, state, CONFIG)
         if after == here.keep:
-            store_state(state, request.slot, head, columns, s, CONFIG)
+            stored.store_state(state, request.slot, head, columns, s, CONFIG)
     return s
 
 
@@ -153,12 +141,12 @@ def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.
     """Compute the one new token of a request, which is in the chunk that begins at `base`: all
     value rows of the program, ROWS at a time. Each pass loads the rows of the next one first."""
     PASSES: tl.constexpr = CONFIG.PASSES
-    columns = pass_columns(here.block, 0, CONFIG)
+    columns = requests.pass_columns(here.block, 0, CONFIG)
     chunk, value = _load(request, base, columns, here, CONFIG)
     prepared = _prepare(chunk, 0, scale, here, CONFIG)
     _store_shared(request, prepared, here, CONFIG)
     if PASSES == 1:
-        s = settle_state(s, base, CONFIG)
+        s = stored.settle_state(s, base, CONFIG)
         _copy_state(request, base, s, slots.state, columns, here, CONFIG)
         _compute_rows(
             request, base, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
@@ -166,12 +154,12 @@ def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.
     else:
         rows = prepared.chunk.rows
         for number in range(0, PASSES):
-            columns = pass_columns(here.block, number, CONFIG)
+            columns = requests.pass_columns(here.block, number, CONFIG)
             # Rows after the last ones do not exist.
-            behind = pass_columns(here.block, number + 1, CONFIG)
-            next_s = load_state(slots.state, request.source, here.head, behind, base, CONFIG)
+            behind = requests.pass_columns(here.block, number + 1, CONFIG)
+            next_s = stored.load_state(slots.state, request.source, here.head, behind, base, CONFIG)
             next_value = load_values(rows, here.tokens, here.tail, behind, CONFIG)
-            x = settle_state(s, base, CONFIG)
+            x = stored.settle_state(s, base, CONFIG)
             _copy_state(request, base, x, slots.state, columns, here, CONFIG)
             _compute_rows(
                 request, base, x, value, prepared, slots.state, skip, out, columns, here, CONFIG
@@ -187,8 +175,8 @@ def load_first(request, base, tokens, slots, FUSED: tl.constexpr, CONFIG: tl.con
     if CONFIG.GROUP:
         first = load_decode(request, base, tokens, slots, head, block, FUSED, CONFIG)
     else:
-        columns = pass_columns(block, 0, CONFIG)
-        first = load_state(slots.state, request.source, head, columns, base, CONFIG)
+        columns = requests.pass_columns(block, 0, CONFIG)
+        first = stored.load_state(slots.state, request.source, head, columns, base, CONFIG)
     return first
 
 
@@ -214,11 +202,11 @@ def compute_request(
     here = Here(
         head,
         block,
-        open_head(tokens, head, CONFIG),
-        open_tail(slots.tail, request.source, head, CONFIG),
-        open_tail(slots.tail, request.slot, head, CONFIG),
-        kept_state(request, CONFIG),
-        first_written(request, CONFIG),
+        requests.open_head(tokens, head, CONFIG),
+        requests.open_tail(slots.tail, request.source, head, CONFIG),
+        requests.open_tail(slots.tail, request.slot, head, CONFIG),
+        requests.kept_state(request, CONFIG),
+        requests.first_written(request, CONFIG),
         workspace,
         request.first // CONFIG.C + number * CONFIG.EXTRA,
     )
@@ -227,8 +215,8 @@ def compute_request(
     elif CONFIG.D == 0 and not CONFIG.PREPARED:
         _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG)
     else:
-        columns = pass_columns(block, 0, CONFIG)
-        s = settle_state(s, base, CONFIG)
+        columns = requests.pass_columns(block, 0, CONFIG)
+        s = stored.settle_state(s, base, CONFIG)
         _copy_state(request, base, s, slots.state, columns, here, CONFIG)
         for start in range(base, request.end, CONFIG.C):
             chunk, value = _load(request, start, columns, here, CONFIG)
@@ -238,4 +226,4 @@ def compute_request(
             )
             _store_shared(request, prepared, here, CONFIG)
     if not CONFIG.PREPARED and not CONFIG.GROUP:
-        store_positions(slots.positions, request, head, block, CONFIG)
+        requests.store_positions(slots.positions, request, head, block, CONFIG)

@@ -149,6 +149,7 @@ def state_config(
     prepared: bool = False,
     chunk: int = 0,
     queries: int = 1,
+    chunks: int = 0,
 ) -> StateConfig:
     """The constants of one layer.
 
@@ -161,43 +162,23 @@ def state_config(
         prepared: for steps in three launches.
         chunk: tokens that are computed at a time; 0 for a chunk of the slots.
         queries: `StateConfig.QUERIES`, from `most_queries`.
+        chunks: `StateConfig.CHUNKS`.
     """
     unit, rollback = layout.chunk_size, layout.max_rollback
     c = chunk or unit
     # Chunks begin at most D + UNIT - 1 tokens before the step. The last one is not full, nor is a
     # longer one than those of slots at the state that the step stores.
-    extra = (3 * c + rollback - 3 + (unit - 1 if chunk else 0)) // c
-    return StateConfig(
-        unit,
-        c,
-        c.bit_length() - 1,
-        rollback,
-        layout.num_tail_rows,
-        layout.num_heads,
-        layout.num_key_heads,
-        layout.key_size,
-        tile.part,
-        tile.parts,
-        # A loop with stages, on NVIDIA's chips, loads the parts of the next chunk.
-        (tile.parts > 4 or (tile.parts * c > 64 and not prepared))
-        and (tile.num_stages == 1 or recurrence.precision == "ieee"),
-        layout.value_size,
-        tile.rows,
-        tile.blocks,
-        tile.passes,
-        tile.num_warps if tile.group else 0,
-        tile.group,
-        queries,
-        POSITION_COPIES,
-        recurrence.update == "delta",
-        _DECAYS[layout.decay].value,
-        recurrence.qk_norm,
-        layout.has_beta,
-        recurrence.has_skip,
-        QK_NORM_EPS,
-        recurrence.precision,
-        recurrence.wide,
-        extra,
-        prepared,
-        *strides,
-    )
+    extra = chunks or (3 * c + rollback - 3 + (unit - 1 if c > unit else 0)) // c
+    # A loop with stages, on NVIDIA's chips, loads the parts of the next chunk.
+    loads_ahead = tile.num_stages > 1 and recurrence.precision != "ieee"
+    reloads = (tile.parts > 4 or (tile.parts * c > 64 and not prepared)) and not loads_ahead
+    rows = unit, c, c.bit_length() - 1, rollback, layout.num_tail_rows
+    heads = layout.num_heads, layout.num_key_heads
+    keys = layout.key_size, tile.part, tile.parts, reloads
+    values = layout.value_size, tile.rows, tile.blocks, tile.passes
+    decode = tile.num_warps if tile.group else 0, tile.group, queries, chunks, POSITION_COPIES
+    kind = recurrence.update == "delta", _DECAYS[layout.decay].value, recurrence.qk_norm
+    parts = layout.has_beta, recurrence.has_skip, QK_NORM_EPS, recurrence.precision
+    products = recurrence.wide, extra, prepared
+    every = (*rows, *heads, *keys, *values, *decode, *kind, *parts, *products, *strides)
+    return StateConfig._make(every)

@@ -1,5 +1,5 @@
 """One step of a recurrence over a batch, in one launch or three (`kernels/state_step.py`, and
-`hopper/kernels/state_long.py` for steps of many tokens in larger chunks than those of slots)."""
+`hopper/kernels/state_long.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
-from attnlib.ops.triton.hopper.kernels.state_long import FACTORS, long_matrices_kernel, plane_size
+from attnlib.ops.triton.hopper.kernels.state_long import (
+    factor_size,
+    long_matrices_kernel,
+    plane_size,
+)
 from attnlib.ops.triton.hopper.kernels.state_serial import serial_step_kernel
 from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
 from attnlib.ops.triton.kernels.state_prefill import (
@@ -80,14 +84,21 @@ class PreparedStep:
         self._params = replace(params, skip=None)  # layers of a group have their own
         num_reqs, scale = batch.num_reqs, float(params.scale)
         is_long = batch.max_query_len > layout.max_rollback + 1
-        self._has_large_chunks = is_long and _takes_large_chunks(inputs, slots, batch, params)
-        if self._has_large_chunks:
-            tile, chunk = state_tiles.long_tile(layout), state_tiles.LONG_CHUNK
+        chunk = _long_chunk(inputs, slots, batch, params)
+        # Rows are copied in units of 16 bytes.
+        rows_of = dict(query=inputs.query, key=inputs.key, value=inputs.value)
+        self._is_moved = chunk > 0 and bool(unsupported_strides(**rows_of))
+        self._has_long_chunks, few = chunk > 0, 0
+        if chunk:
+            # Steps of at most D + 1 tokens begin in the chunk of the first one that is replaced.
+            is_short = not is_long and 2 * layout.max_rollback <= chunk
+            few, is_long = is_short * (1 + (layout.max_rollback > 0)), True
+            tile = state_tiles.long_tile(layout, is_short)
         else:
-            tile, chunk = step_tile(layout, params, limits, num_reqs, is_long), 0
-        recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
+            tile = step_tile(layout, params, limits, num_reqs, is_long)
         queries = most_queries(layout, tile, batch.max_query_len)
-        config = state_config(layout, recurrence, strides, tile, is_long, chunk, queries)
+        recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
+        config = state_config(layout, recurrence, strides, tile, is_long, chunk, queries, few)
         options, heads, c = tile.options(limits.is_amd), config.HV, config.C
         kernel: Any = copied_decode_kernel if tile.copies else state_step_kernel
         matrices: Any = state_matrices_kernel
@@ -98,21 +109,21 @@ class PreparedStep:
         if is_long:
             columns = prepared_columns(c, config.PART, config.PARTS, is_channel)
             self._memory = [((chunks, heads, c, columns), torch.float32)]
-        if self._has_large_chunks:
+        if chunk:
             matrices, kernel = long_matrices_kernel, serial_step_kernel
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
             planes = plane_size(c, config.PART, config.DELTA, is_channel)
             self._memory = [
                 ((chunks, heads, planes), torch.bfloat16),
-                ((chunks, heads, FACTORS.value, c), torch.float32),
+                ((chunks, heads, factor_size(c, config.PART, is_channel)), torch.float32),
             ]
         grid = (num_reqs + 1, heads * config.BLOCKS)
         self._step = KernelLaunch(kernel, config, grid, of_step, **options)
         if is_long:
             warps, unit = options["num_warps"], config._replace(C=config.UNIT)
             given = (config, (chunks, heads), of_matrices)
-            few = (2 if is_channel else 1) if self._has_large_chunks else warps
-            self._matrices = KernelLaunch(matrices, *given, num_warps=few)
+            most = (2 if is_channel else 1) if chunk else warps
+            self._matrices = KernelLaunch(matrices, *given, num_warps=most)
             self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads), num_warps=warps)
 
     def run(
@@ -125,7 +136,8 @@ class PreparedStep:
     ) -> None:
         """Launch on the current stream."""
         query, key, value, log_decay, beta = inputs
-        if self._has_large_chunks and any(x.data_ptr() & ALIGNMENT for x in inputs[:3]):
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        if self._is_moved or (self._has_long_chunks and addresses & ALIGNMENT):
             query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in inputs[:3])
             moved = StateInputs(query, key, value, log_decay, beta)
             state_step(moved, slots, batch, replace(self._params, skip=skip), out=out)
@@ -139,7 +151,7 @@ class PreparedStep:
             memory = [torch.empty(size, dtype=kind, device=device) for size, kind in self._memory]
             given = (query, key, *gates, positions, tail_key, *tails)
             self._matrices.run(*given, *where, *memory)
-        if self._has_large_chunks:  # whose gates are in the factors
+        if self._has_long_chunks:  # whose gates are in the factors
             self._step.run(query, key, value, skip, out, state, *stored[:3], *where, *memory)
         else:
             given = (query, key, value, *gates, skip, out, state, *stored)
@@ -148,17 +160,14 @@ class PreparedStep:
             self._tails.run(key, value, *gates, *stored, *where)
 
 
-def _takes_large_chunks(
+def _long_chunk(
     inputs: StateInputs, slots: StateTensors, batch: StateBatch, params: RecurrenceParams
-) -> bool:
-    """Whether a long step runs in larger chunks than those of its slots (`LONG_CHUNK`)."""
-    layout, rows = slots.layout, dict(zip(("query", "key", "value"), inputs[:3], strict=True))
-    capability = limits_of(inputs.value).capability
-    if params.is_invariant or len({layout.dtype, *(x.dtype for x in inputs[:3])}) > 1:
-        return False
-    fits = state_tiles.uses_long_chunks(layout, capability, batch.max_query_len)
-    # Rows are copied in units of 16 bytes.
-    return fits and batch.num_reqs > 0 and not unsupported_strides(**rows)
+) -> int:
+    """Tokens that the kernels of long steps compute at a time; 0 if others run the step."""
+    layout, capability = slots.layout, limits_of(inputs.value).capability
+    if not batch.num_reqs or len({layout.dtype, *(x.dtype for x in inputs[:3])}) > 1:
+        return 0
+    return state_tiles.long_chunk(layout, capability, params.is_invariant, batch.max_query_len)
 
 
 def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:

@@ -82,6 +82,16 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     return result
 
 
+class _Module:
+    """A module whose functions are emulated."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _emulated(getattr(self._module, name))
+
+
 def _emulated(value: Any) -> Any:
     """What stands for a global value of a kernel's module."""
     if id(value) in _EMULATED:
@@ -93,6 +103,8 @@ def _emulated(value: Any) -> Any:
     if isinstance(value, _FUNCTIONS):
         known = _EMULATED.get(id(value.fn))
         result = known or _function(value.fn)
+    elif isinstance(value, types.ModuleType) and value.__name__.startswith("attnlib."):
+        result = _Module(value)
     elif isinstance(value, type) and "__triton_aggregate__" in dir(value):
         result = _aggregate(value)
     else:

@@ -4,7 +4,8 @@ With b the sums of the decays up to each token, of each channel, a product of tw
 the sum over the channels of k_i k_j exp(b_i - b_j). A border r between them divides the factor
 between the operands: exp(b_i - r) exp(r - b_j). Blocks of 2, 4, ... tokens are joined as in
 `state_matrices`, so that no exponent is positive. Where the decays of a larger block are so weak
-that both exponents are bounded, one product with its middle as the border gives all pairs in it.
+that both exponents are bounded, one product with its middle as the border gives all pairs in it; in
+chunks of the slots, the border is the start of the chunk, and each row has its choice.
 """
 
 from __future__ import annotations
@@ -33,6 +34,20 @@ def _border(total, level, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def _add_pairs(q, k, gap, joined, kk, qk, CONFIG: tl.constexpr):
+    """Add the products of the pairs `joined` [C, C]; `gap` is `total` above their borders. Pairs
+    whose factors this limits are others."""
+    C: tl.constexpr = CONFIG.C
+    zeros = tl.zeros([C, C], tl.float32)
+    left, right = tl.exp(tl.minimum(gap, MOST)), tl.exp(tl.minimum(-gap, MOST))
+    keys = pieces.parts_of(k * right)
+    if CONFIG.DELTA:
+        kk += tl.where(joined, pieces.multiply(pieces.parts_of(k * left), keys, zeros, CONFIG), 0.0)
+    qk += tl.where(joined, pieces.multiply(pieces.parts_of(q * left), keys, zeros, CONFIG), 0.0)
+    return kk, qk
+
+
+@triton.jit
 def _add_products(q, k, total, kk, qk, CONFIG: tl.constexpr):
     """Return kk + k . k and qk + q . k of some channels, see `channel_products`. The first three
     are [C, SIZE] float32, `total` the sums of decays."""
@@ -40,25 +55,23 @@ def _add_products(q, k, total, kk, qk, CONFIG: tl.constexpr):
     LEVELS: tl.constexpr = CONFIG.LEVELS
     row = tl.arange(0, C)
     lower = row[:, None] > row[None, :]
-    zeros = tl.zeros([C, C], tl.float32)
     qk += tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
     first = LEVELS - 1
-    if tl.min(tl.min(total, 1), 0) < -MOST:
+    if CONFIG.C == CONFIG.UNIT:
+        # No later row may change the choice for one (T18). The border is the start of the chunk.
+        weak = tl.min(total, 1) >= -MOST
+        kk, qk = _add_pairs(q, k, total, lower & weak[:, None], kk, qk, CONFIG)
+        lower = lower & (tl.min(total, 1) < -MOST)[:, None]
+        first = tl.where(tl.min(weak.to(tl.int32), 0) > 0, LEVELS, 0)
+    elif tl.min(tl.min(total, 1), 0) < -MOST:
         gap = tl.abs(total - _border(total, LEVELS - 2, CONFIG))
         first = tl.where(tl.max(tl.max(gap, 1), 0) <= MOST, LEVELS - 2, 0)
     for level in range(first, LEVELS):
         gap = total - _border(total, level, CONFIG)
-        # Pairs whose factors this limits are those of another level.
-        left, right = tl.exp(tl.minimum(gap, MOST)), tl.exp(tl.minimum(-gap, MOST))
-        keys = pieces.parts_of(k * right)
         half = row >> level
         same = (half >> 1)[:, None] == (half >> 1)[None, :]
         joined = lower & same & ((level == first) | (half[:, None] != half[None, :]))
-        if CONFIG.DELTA:
-            kk += tl.where(
-                joined, pieces.multiply(pieces.parts_of(k * left), keys, zeros, CONFIG), 0.0
-            )
-        qk += tl.where(joined, pieces.multiply(pieces.parts_of(q * left), keys, zeros, CONFIG), 0.0)
+        kk, qk = _add_pairs(q, k, gap, joined, kk, qk, CONFIG)
     return kk, qk
 
 
@@ -75,7 +88,8 @@ def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
         columns = start + tl.arange(0, SPAN)
         q = pieces.load_queries(part, chunk.tokens, columns, CONFIG).to(tl.float32)
         k = pieces.load_keys(part, chunk.tokens, chunk.tail, columns, CONFIG).to(tl.float32)
-        decay = pieces.load_decays(part, chunk.tokens, chunk.tail, columns, CONFIG)
+        places = (chunk.tail.decay, chunk.tokens.decay)
+        decay = pieces.load(part, *places, columns, CONFIG.HV * CONFIG.DK, CONFIG.G_T, CONFIG)
         total = tl.cumsum(summable(decay), 0)
         kk, qk = _add_products(q, k, total, kk, qk, CONFIG)
         end = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], total, 0.0), 0)
@@ -83,9 +97,9 @@ def channel_products(part, chunk, factors, plane, vector, CONFIG: tl.constexpr):
         decays = tl.exp(total)
         if CONFIG.DELTA:
             seen = k * decays * chunk.beta[:, None]
-            pieces.store_parts(pieces.rows_place(plane, 0, CONFIG), columns, seen, PART, CONFIG)
-        pieces.store_parts(pieces.rows_place(plane, 1, CONFIG), columns, q * decays, PART, CONFIG)
+            pieces.store_rows(plane, 0, columns, seen, part, CONFIG)
+        pieces.store_rows(plane, 1, columns, q * decays, part, CONFIG)
         kept = k * tl.exp(end[None, :] - total)
-        pieces.store_parts(pieces.rows_place(plane, 2, CONFIG), columns, kept, PART, CONFIG)
+        pieces.store_rows(plane, 2, columns, kept, part, CONFIG)
         tl.store(vector + C + columns, tl.exp(end))
     return kk, qk

@@ -1,9 +1,11 @@
-"""Steps of many tokens for layers whose bits may depend on the division into steps.
+"""Steps of many tokens, and all steps of layers whose bits must not depend on them (T18).
 
 `long_matrices_kernel` prepares all chunks of C tokens in parallel, and `serial_step_kernel` of
-`state_serial` runs through those of a request, one after the other. C is larger than the chunk of
-the slots, so that the chain is shorter. Tails and positions are written as in `state_prefill`,
-whose matrices these are:
+`state_serial` runs through those of a request, one after the other. Where bits may depend on steps,
+C is larger than the chunk of the slots, so that the chain is shorter. Else it is that chunk: then
+a row is computed by the same instructions in all steps, from the rows up to it. Those that do not
+exist yet are 0, as are their elements of T and P, and change no sum. Tails and positions are
+written as in `state_prefill`, whose matrices these are:
 
     w = beta v - seen (k S)             seen = beta |k| exp(b)
     u = T w
@@ -22,6 +24,7 @@ import triton.language as tl
 
 from attnlib.ops.triton.hopper.kernels import state_pieces as pieces
 from attnlib.ops.triton.hopper.kernels.state_channels import channel_products
+from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
@@ -35,20 +38,9 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tokens,
 )
 from attnlib.ops.triton.kernels.state_matrices import head_products, key_pairs
-from attnlib.ops.triton.kernels.state_requests import (
-    load_base,
-    open_head,
-    open_request,
-    open_tail,
-    part_columns,
-)
 from attnlib.ops.triton.kernels.state_sums import summable
 
-__all__ = ["FACTORS", "long_matrices_kernel", "plane_size"]
-
-FACTORS: tl.constexpr = tl.constexpr(5)
-"""Vectors [C] of a chunk: beta, seen, read, kept, and exp(b[last]) in all elements; with decays per
-channel beta, and exp(b[last]) of at most 4 C channels."""
+__all__ = ["factor_size", "long_matrices_kernel", "plane_size"]
 
 
 @triton.jit
@@ -64,7 +56,7 @@ def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
         decay = tl.where(exists, tl.load(tokens.decay), 0.0)
     elif CONFIG.DECAY == DECAY_HEAD:
         decay = pieces.load_numbers(part, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T, CONFIG)
-    columns = part_columns(0, CONFIG)
+    columns = requests.part_columns(0, CONFIG)
     k = pieces.load_keys(part, tokens, tail, columns, CONFIG)
     return Chunk(
         (pieces.load_queries(part, tokens, columns, CONFIG),), (k,), decay, beta, 0, tokens, tail
@@ -89,6 +81,13 @@ def plane_size(C, PART, DELTA, IS_CHANNEL):
     return 2 * C * ((2 if DELTA else 1) * C + (3 * PART if IS_CHANNEL else 0))
 
 
+@triton.constexpr_function
+def factor_size(C, PART, IS_CHANNEL):
+    """Numbers of float32 of the same: vectors [C] of beta, seen, read, kept, and exp(b[last]) in
+    all elements; with decays per channel beta, and exp(b[last]) of each channel."""
+    return max(5 * C, C + PART if IS_CHANNEL else 0)
+
+
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
 def long_matrices_kernel(
     q, k, decay, beta, positions, tail_k, tail_decay, tail_beta, query_start_loc, seq_lens,
@@ -97,29 +96,31 @@ def long_matrices_kernel(
     """Prepare one chunk of one state head. Grid: (chunks, HV).
 
     planes: [chunks, HV, plane_size] bfloat16, P, T and rows in parts.
-    factors: [chunks, HV, FACTORS, C] float32.
+    factors: [chunks, HV, factor_size] float32.
     """
     C: tl.constexpr = CONFIG.C
     CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
     PLANES: tl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
+    FACTORS: tl.constexpr = factor_size(C, CONFIG.PART, CHANNEL)
     place, head, row = tl.program_id(0), tl.program_id(1), tl.arange(0, C)
     number = find_request(query_start_loc, place, num_reqs, C, 128, CONFIG.EXTRA)
     if number == num_reqs:
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if (request.slot < 0) | (request.count <= 0):
         return
-    base = load_base(positions, request, head, 0, CONFIG)
+    base = requests.load_base(positions, request, head, 0, CONFIG)
     own = place - request.first // C - number * CONFIG.EXTRA
     if own >= pieces.count_chunks(request, base, CONFIG):
         return
-    tokens = open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
-    tail = open_tail(Tail(tail_k, tail_k, tail_decay, tail_beta), request.source, head, CONFIG)
+    tokens = requests.open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
+    tails = Tail(tail_k, tail_k, tail_decay, tail_beta)
+    tail = requests.open_tail(tails, request.source, head, CONFIG)
     part = pieces.open_part(request, base, own, CONFIG)
     chunk = _open_chunk(part, tokens, tail, CONFIG)
     given = _factors(chunk, scale, CONFIG)
     index = place.to(tl.int64) * CONFIG.HV + head
-    plane, vector = planes + index * PLANES, factors + index * (FACTORS * C)
+    plane, vector = planes + index * PLANES, factors + index * FACTORS
     if CHANNEL:
         kk, qk = channel_products(part, chunk, given, plane, vector, CONFIG)
     else:

@@ -16,16 +16,16 @@ __all__ = [
     "Part",
     "count_chunks",
     "invert",
-    "load_decays",
+    "load",
     "load_keys",
     "load_numbers",
     "load_queries",
     "multiply",
     "open_part",
     "parts_of",
-    "rows_place",
     "store_parts",
-    "tile",
+    "store_rows",
+    "wanted_rows",
 ]
 
 
@@ -65,7 +65,18 @@ def open_part(request, base, number, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
+def wanted_rows(part, which: tl.constexpr, CONFIG: tl.constexpr):
+    """Return the first row and the one behind the last of those of `rows_place` that make a
+    difference: in short steps, most do not."""
+    first = part.held if which == 1 else 0
+    last = part.stop - part.start
+    if which == 2:
+        last = tl.where(last < CONFIG.C, 0, CONFIG.C)
+    return first, last
+
+
+@triton.jit
+def load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
     """Return columns of the rows of a chunk, [C, columns], from the tail or from the step, 0 where
     there is no token. OLD and NEW are the strides of rows."""
     row = tl.arange(0, CONFIG.C)
@@ -79,20 +90,13 @@ def _load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG:
 @triton.jit
 def load_keys(part, tokens, tail, columns, CONFIG: tl.constexpr):
     OLD: tl.constexpr = CONFIG.HK * CONFIG.DK
-    return _load(part, tail.k, tokens.k, columns, OLD, CONFIG.K_T, CONFIG)
-
-
-@triton.jit
-def load_decays(part, tokens, tail, columns, CONFIG: tl.constexpr):
-    """Return the decays of channels."""
-    OLD: tl.constexpr = CONFIG.HV * CONFIG.DK
-    return _load(part, tail.decay, tokens.decay, columns, OLD, CONFIG.G_T, CONFIG)
+    return load(part, tail.k, tokens.k, columns, OLD, CONFIG.K_T, CONFIG)
 
 
 @triton.jit
 def load_queries(part, tokens, columns, CONFIG: tl.constexpr):
     """Return the queries of a chunk; any for tokens in the tail, whose outputs nobody stores."""
-    return _load(part, tokens.q, tokens.q, columns, 0, CONFIG.Q_T, CONFIG)
+    return load(part, tokens.q, tokens.q, columns, 0, CONFIG.Q_T, CONFIG)
 
 
 @triton.jit
@@ -152,8 +156,21 @@ def tile(place, columns, COLUMNS: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def store_parts(place, columns, x, COLUMNS: tl.constexpr, CONFIG: tl.constexpr):
+def store_parts(place, columns, x, COLUMNS: tl.constexpr, CONFIG: tl.constexpr, wanted=None):
     """Store columns of such rows in two parts, one after the other."""
     high, low = parts_of(x)
-    tl.store(tile(place, columns, COLUMNS, CONFIG), high)
-    tl.store(tile(place + CONFIG.C * COLUMNS, columns, COLUMNS, CONFIG), low)
+    tl.store(tile(place, columns, COLUMNS, CONFIG), high, wanted)
+    tl.store(tile(place + CONFIG.C * COLUMNS, columns, COLUMNS, CONFIG), low, wanted)
+
+
+@triton.jit
+def store_rows(plane, which: tl.constexpr, columns, x, part, CONFIG: tl.constexpr):
+    """Store columns of the rows of `rows_place`."""
+    place = rows_place(plane, which, CONFIG)
+    if CONFIG.CHUNKS:
+        row = tl.arange(0, CONFIG.C)
+        first, last = wanted_rows(part, which, CONFIG)
+        wanted = ((row >= first) & (row < last))[:, None]
+        store_parts(place, columns, x, CONFIG.PART, CONFIG, wanted)
+    else:
+        store_parts(place, columns, x, CONFIG.PART, CONFIG)

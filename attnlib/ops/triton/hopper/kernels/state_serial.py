@@ -2,7 +2,7 @@
 
 Four warps multiply, with rows of the state in registers as left operands of asynchronous products,
 and four others (`state_stages`) copy what `long_matrices_kernel` prepared, keys, queries and values
-of later chunks to shared memory.
+of later chunks to shared memory. In steps of few tokens (CHUNKS), the same four do both.
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnlib.ops.triton.hopper.kernels.state_long import FACTORS, plane_size
+from attnlib.ops.triton.hopper.kernels import state_pieces as pieces
+from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
+from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
-from attnlib.ops.triton.hopper.kernels.state_pieces import count_chunks, open_part, parts_of
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows
 from attnlib.ops.triton.hopper.kernels.state_stages import WARPS, allocate, load_chunks
+from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
     UNALIGNED,
     StateBatch,
     Tail,
     Tokens,
-)
-from attnlib.ops.triton.kernels.state_requests import (
-    kept_state,
-    load_base,
-    open_head,
-    open_request,
-    open_tail,
 )
 
 __all__ = ["serial_step_kernel"]
@@ -43,7 +38,7 @@ __all__ = ["serial_step_kernel"]
 def _halves(x, OPERAND: gl.constexpr):
     """Return two numbers of bfloat16 whose sum is x to 16 bits, the larger first, as left operands
     of products."""
-    high, low = parts_of(x)
+    high, low = pieces.parts_of(x)
     return gl.convert_layout(high, OPERAND), gl.convert_layout(low, OPERAND)
 
 
@@ -70,9 +65,8 @@ def _tiles(tiles, first, COUNT: gl.constexpr, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def _vector(stages, stage, which: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    start: gl.constexpr = which * stages.values.shape[1]
-    part = stages.factors.index(stage).slice(start, SIZE)
+def _vector(stages, stage, START: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    part = stages.factors.index(stage).slice(START, SIZE)
     return part.load(gl.SliceLayout(0, LAYOUT))[None, :]
 
 
@@ -103,12 +97,13 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
     if CONFIG.DELTA:
         seen = warpgroup_mma_wait(0, [seen])
         if not CHANNEL:
-            seen = seen * _vector(stages, stage, 1, C, LAYOUT)
+            seen = seen * _vector(stages, stage, C, C, LAYOUT)
         solve = _tiles(stages.planes, plane + 2, 2, True)
         u = _multiply(_halves(u - seen, OPERAND), solve, zeros, True)
     o = _multiply(halves, _tiles(stages.rows, row + READ, TILES, True), zeros, True)
     if CHANNEL:
-        s = s * _vector(stages, stage, 4, CONFIG.PART, STATE)
+        ENDS: gl.constexpr = stages.factors.shape[1] // 2
+        s = s * _vector(stages, stage, ENDS, CONFIG.PART, STATE)
     else:
         # All numbers of this vector are equal.
         ends = stages.factors.index(stage).slice(4 * C, C).load(gl.SliceLayout(0, LAYOUT))
@@ -117,12 +112,12 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
         u = warpgroup_mma_wait(TILES + 1, [u])
     inner = _multiply(_halves(u, OPERAND), _tiles(stages.planes, plane, 2, True), zeros, True)
     if not CHANNEL:
-        u = u * _vector(stages, stage, 3, C, LAYOUT)
+        u = u * _vector(stages, stage, 3 * C, C, LAYOUT)
     kept = _tiles(stages.rows, row + KEPT, TILES, False)
     s = _multiply(_halves(u, OF_STATE), kept, s, False)
     o, inner = warpgroup_mma_wait(TILES + 1, [o, inner])
     if not CHANNEL:
-        o = o * _vector(stages, stage, 2, C, LAYOUT)
+        o = o * _vector(stages, stage, 2 * C, C, LAYOUT)
     o = o + inner
     if CONFIG.HAS_SKIP:
         o = o + values * skip
@@ -150,22 +145,21 @@ def _state_places(state, slot, head, block, LAYOUT: gl.constexpr, CONFIG: gl.con
 
 
 @gluon.jit
-def _multiply_chunks(
-    stages, request, base, count, state, out, skip, head, block, CONFIG: gl.constexpr
-):
-    """Compute all chunks of a request; store outputs and the state that the step keeps."""
+def _multiply_chunks(stages, work, state, out, skip, head, block, CONFIG: gl.constexpr):
+    """Compute all chunks of a request, see `load_chunks`; store outputs and the state to keep."""
+    request, base, count = work
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CONFIG.PART, 16])
     places = _state_places(state, request.source, head, block, LAYOUT, CONFIG)
     none = gl.full([CONFIG.ROWS, CONFIG.PART], 0, gl.int32, LAYOUT)
     s = gl.load(places, mask=none < base, other=0.0).to(gl.float32)
-    keep = kept_state(request, CONFIG)
+    keep = requests.kept_state(request, CONFIG)
     places = _state_places(state, request.slot, head, block, LAYOUT, CONFIG)
     TYPE: gl.constexpr = state.dtype.element_ty
     if (count > 0) & (request.source != request.slot) & (base > 0) & (keep == base):
         gl.store(places, s.to(TYPE))
     out += head * CONFIG.O_H + block * CONFIG.ROWS
     for own in range(count):
-        part = open_part(request, base, own, CONFIG)
+        part = pieces.open_part(request, base, own, CONFIG)
         stage = own % stages.STAGES
         mbarrier.wait(stages.full.index(stage), (own // stages.STAGES) & 1)
         fence_async_shared()
@@ -173,6 +167,8 @@ def _multiply_chunks(
         _store_outputs(out, part, o, CONFIG)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(stages.empty.index(stage), count=1)
+        if CONFIG.C == CONFIG.UNIT:
+            s = s.to(TYPE).to(gl.float32)  # once for each chunk, stored or not (T13)
         if part.stop == keep:
             gl.store(places, s.to(TYPE))
 
@@ -191,36 +187,39 @@ def serial_step_kernel(
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     batch = StateBatch(query_start_loc, seq_lens, slots, sources)
-    request = open_request(batch, gl.minimum(number, num_reqs - 1))
+    request = requests.open_request(batch, gl.minimum(number, num_reqs - 1))
     first, last, base, count = request.first, request.first, 0, 0
     if number == num_reqs:
         first, last = request.first + request.count, num_tokens
     elif request.slot < 0:
         last = request.first + request.count
     elif request.count > 0:
-        base = load_base(positions, request, head, block, CONFIG)
-        count = count_chunks(request, base, CONFIG)
+        base = requests.load_base(positions, request, head, block, CONFIG)
+        count = pieces.count_chunks(request, base, CONFIG)
     clear_rows(out, first, last, head, block, gl.BlockedLayout([1], [32], [WARPS], [0]), CONFIG)
-    tokens = open_head(Tokens(q, k, v + block * CONFIG.ROWS, q, q), head, CONFIG)
+    tokens = requests.open_head(Tokens(q, k, v + block * CONFIG.ROWS, q, q), head, CONFIG)
     tails = Tail(tail_k, tail_v + block * CONFIG.ROWS, q, q)
-    tail = open_tail(tails, request.source, head, CONFIG)
+    tail = requests.open_tail(tails, request.source, head, CONFIG)
     factor = 0.0
     if CONFIG.HAS_SKIP:
         factor = gl.load(skip + head).to(gl.float32)
-    PLANES: gl.constexpr = plane_size(CONFIG.C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     chunk = (request.first // CONFIG.C + number * CONFIG.EXTRA).to(gl.int64) * CONFIG.HV + head
-    planes += chunk * PLANES
-    factors += chunk * (FACTORS * CONFIG.C)
+    planes += chunk * plane_size(CONFIG.C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
+    factors += chunk * factor_size(CONFIG.C, CONFIG.PART, CHANNEL)
     stages = allocate(CONFIG)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _multiply_chunks,
-                (stages, request, base, count, state, out, factor, head, block, CONFIG),
-            ),
-            (load_chunks, (stages, request, base, count, tokens, tail, planes, factors, CONFIG)),
-        ],
-        [WARPS],
-        [64],
-    )
+    work = request, base, count
+    if CONFIG.CHUNKS:
+        # All chunks fit: warps of their own would wait for nothing, and take registers.
+        partition_barrier()
+        load_chunks(stages, work, tokens, tail, planes, factors, CONFIG)
+        _multiply_chunks(stages, work, state, out, factor, head, block, CONFIG)
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_chunks, (stages, work, state, out, factor, head, block, CONFIG)),
+                (load_chunks, (stages, work, tokens, tail, planes, factors, CONFIG)),
+            ],
+            [WARPS],
+            [64],
+        )

@@ -10,17 +10,15 @@ from attnlib.ops.triton.hopper.kernels.compat import (
     arrive_after_copies,
     copy_to_shared,
 )
-from attnlib.ops.triton.hopper.kernels.state_long import FACTORS, plane_size
+from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
-from attnlib.ops.triton.hopper.kernels.state_pieces import open_part
+from attnlib.ops.triton.hopper.kernels.state_pieces import open_part, wanted_rows
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 
 __all__ = ["WARPS", "Stages", "allocate", "load_chunks"]
 
 WARPS: gl.constexpr = gl.constexpr(4)
 """Warps that copy, and as many that multiply."""
-_VECTORS: gl.constexpr = gl.constexpr(8)
-"""Vectors [C] of a stage, a power of two, of which FACTORS are used."""
 
 
 @aggregate
@@ -33,7 +31,7 @@ class Stages:
             in two parts each.
         planes: [STAGES * M, C, C], P and T in two parts each.
         values: [STAGES, C, ROWS].
-        factors: [STAGES, _VECTORS * C] float32. Decays of channels are in the second half.
+        factors: [STAGES, a power of two] float32. Decays of channels are in the second half.
         full, empty: mbarriers [STAGES, 1].
         R, M, STAGES: numbers of tiles.
     """
@@ -54,10 +52,11 @@ def allocate(CONFIG: gl.constexpr):
     """Return the `Stages` of a program, as many as fit."""
     C: gl.constexpr = CONFIG.C
     CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
-    STAGES: gl.constexpr = 3 if CHANNEL else 4
+    STAGES: gl.constexpr = CONFIG.CHUNKS if CONFIG.CHUNKS else 3 if CHANNEL else 4
     KINDS: gl.constexpr = 3 if CONFIG.DELTA else 2
     R: gl.constexpr = 2 * KINDS if CHANNEL else 2
     M: gl.constexpr = 4 if CONFIG.DELTA else 2
+    NUMBERS: gl.constexpr = max(8 * C, 2 * CONFIG.PART if CHANNEL else 0)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, CONFIG.PART], gl.bfloat16)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, CONFIG.ROWS], gl.bfloat16)
@@ -66,7 +65,7 @@ def allocate(CONFIG: gl.constexpr):
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * R, C, CONFIG.PART], KEYS),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * M, C, C], PAIRS),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, CONFIG.ROWS], VALUES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, _VECTORS * C], FLAT),
+        gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS], FLAT),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         R,
@@ -94,12 +93,13 @@ def _copy_tokens(target, part, old, new, OLD: gl.constexpr, NEW: gl.constexpr, C
 
 
 @gluon.jit
-def _copy_tile(target, place):
-    """Copy a matrix whose rows follow each other."""
+def _copy_tile(target, place, first=0, last=None):
+    """Copy a matrix whose rows follow each other, 0 for all but the rows from `first` to `last`."""
     LAYOUT: gl.constexpr = copy_layout(target.shape[1], 8, WARPS)
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
-    copy_to_shared(target, place + row[:, None] * target.shape[1] + columns[None, :])
+    wanted = None if last is None else ((row >= first) & (row < last))[:, None]
+    copy_to_shared(target, place + row[:, None] * target.shape[1] + columns[None, :], wanted)
 
 
 @gluon.jit
@@ -112,7 +112,12 @@ def _copy_rows(stages, stage, part, plane, tokens, tail, CONFIG: gl.constexpr):
         # Without DELTA, there are no rows for what a state holds.
         AT: gl.constexpr = stages.M * C * C + (0 if CONFIG.DELTA else 2 * C * PART)
         for piece in gl.static_range(stages.R):
-            _copy_tile(stages.rows.index(first + piece), plane + (AT + piece * C * PART))
+            place = plane + (AT + piece * C * PART)
+            if CONFIG.CHUNKS:
+                start, stop = wanted_rows(part, piece // 2 + (3 - stages.R // 2), CONFIG)
+                _copy_tile(stages.rows.index(first + piece), place, start, stop)
+            else:
+                _copy_tile(stages.rows.index(first + piece), place)
     else:
         OLD: gl.constexpr = CONFIG.HK * CONFIG.DK
         keys, queries = stages.rows.index(first), stages.rows.index(first + 1)
@@ -122,23 +127,26 @@ def _copy_rows(stages, stage, part, plane, tokens, tail, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_chunks(stages, request, base, count, tokens, tail, planes, factors, CONFIG: gl.constexpr):
-    """Copy all chunks of a request. `planes` and `factors` point to those of the first one, values
-    to those of the program."""
+def load_chunks(stages, work, tokens, tail, planes, factors, CONFIG: gl.constexpr):
+    """Copy all chunks of a request, `work`: that, the position of its state, and their number.
+    `planes` and `factors` point to those of the first one, values to those of the program."""
+    request, base, count = work
     C: gl.constexpr = CONFIG.C
     CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
     PLANES: gl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     OLD: gl.constexpr = CONFIG.HV * CONFIG.DV
-    number = gl.arange(0, _VECTORS * C, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    source, wanted = number, number < FACTORS * C
+    FACTORS: gl.constexpr = factor_size(C, CONFIG.PART, CHANNEL)
+    HALF: gl.constexpr = stages.factors.shape[1] // 2
+    number = gl.arange(0, 2 * HALF, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    source, wanted = number, number < FACTORS
     if CHANNEL:
-        source = number - gl.where(number < 4 * C, 0, 3 * C)
-        wanted = (number < C) | (number >= 4 * C) & (source < C + CONFIG.PART)
+        source = number - gl.where(number < HALF, 0, HALF - C)
+        wanted = (number < C) | (number >= HALF) & (source < C + CONFIG.PART)
     for own in range(count):
         part = open_part(request, base, own, CONFIG)
         stage = own % stages.STAGES
         plane = planes + own.to(gl.int64) * (PLANES * CONFIG.HV)
-        vector = factors + own.to(gl.int64) * (FACTORS * C * CONFIG.HV)
+        vector = factors + own.to(gl.int64) * (FACTORS * CONFIG.HV)
         mbarrier.wait(stages.empty.index(stage), ((own // stages.STAGES) & 1) ^ 1)
         _copy_rows(stages, stage, part, plane, tokens, tail, CONFIG)
         copy_to_shared(stages.factors.index(stage), vector + source, mask=wanted)
