@@ -96,6 +96,10 @@ def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: An
         return Tensor(args[0].value.clamp(-raw(args[1]), raw(args[1])))
     if "tanh.approx" in asm:
         return Tensor(torch.tanh(args[0].value))
+    if "ex2.approx" in asm:
+        return Tensor(torch.exp2(args[0].value))
+    if "mul.f32 $1, b, b" in asm:  # of `channel_matrices`
+        return Tensor(args[0].value.float().square())
     if "lg2.approx" in asm:
         return Tensor(torch.log2(args[0].value))
     if "movmatrix" in asm:

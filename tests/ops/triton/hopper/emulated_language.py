@@ -190,6 +190,8 @@ _LANGUAGE: dict[str, Any] = {
     "expand_dims": lambda x, axis: Tensor(x.value.unsqueeze(axis)),
     "permute": lambda x, order: Tensor(x.value.permute(*order)),
     "reshape": lambda x, shape: Tensor(x.value.reshape(tuple(shape))),
+    "broadcast": lambda a, b: (Tensor(a.value.expand(b.value.shape)), b),
+    "gather": lambda x, index, axis: Tensor(x.value.gather(axis, index.value.long())),
     "join": lambda a, b: Tensor(torch.stack((a.value, b.value), -1)),
     "split": _split,
     "convert_layout": lambda x, layout, assert_trivial=False: x,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ class Tensor:
     def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
         to = as_torch(dtype)
         return Tensor(self.value.view(to) if bitcast else self.value.to(to))
+
+    def reshape(self, shape: Sequence[int]) -> Tensor:
+        return Tensor(self.value.reshape(tuple(shape)))
+
+    def permute(self, order: Sequence[int]) -> Tensor:
+        return Tensor(self.value.permute(*order))
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        assert self.shape[-1] == 2
+        return Tensor(self.value[..., 0]), Tensor(self.value[..., 1])
 
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(self.value[index])
