@@ -133,7 +133,6 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "key_size": 64,
             "value_size": 192,
             "chunk_size": 32,
-            "max_rollback": 3,
             "long_chunk": 32,
             "is_invariant": True,
         },
