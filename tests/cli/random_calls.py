@@ -293,6 +293,8 @@ def faults(name: str, calls: int, seed: int) -> Iterator[tuple[list[str], str]]:
         finally:
             os.chdir(before[0])
             sys.path[:] = before[1]
+            for module in ("own", "broken"):  # no other test may find it by its name
+                sys.modules.pop(module, None)
 
 
 if __name__ == "__main__":
