@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -48,6 +50,13 @@ def test_explain_names_the_launches_of_a_step() -> None:
     lines = TritonBackend.explain_state_lines(MODELS["Kimi Linear"], H200)
     assert "step:    one launch for decodes, with convolution, gates and norm" in lines
     assert len(TritonBackend.explain_state_lines(MODELS["LFM2"], H200)) == 1
+    invariant = MODELS["Kimi Linear"].replace(batch_invariant=True)
+    lines = TritonBackend.explain_state_lines(invariant, H200)
+    assert "step:    separate launches, as for prefills (T18)" in lines
+    a100 = TritonBackend.explain_state_lines(
+        invariant, dataclasses.replace(H200, capability=(8, 0))
+    )
+    assert "step:    one launch for decodes, with convolution, gates and norm" in a100
 
 
 @pytest.mark.parametrize(

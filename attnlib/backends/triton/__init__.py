@@ -19,7 +19,7 @@ from attnlib.device import DeviceInfo
 from attnlib.kv_dtype import KV_FORMAT_PAIRS, PAGE_FORMATS
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.ops.dispatch import named_operation
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, MaskKind, StateSpec
 from attnlib.tuning.tuner import Tuner
 
 __all__ = ["TritonBackend"]
@@ -119,6 +119,17 @@ class TritonBackend(AttentionBackend):
         from attnlib.backends.triton.states import TritonStateImpl
 
         return TritonStateImpl
+
+    @classmethod
+    def explain_state_lines(cls, spec: StateSpec, device: DeviceInfo) -> list[str]:
+        slots, *step = super().explain_state_lines(spec, device)
+        if step and spec.batch_invariant and device.capability is not None:
+            from attnlib.cache.states import state_layout
+            from attnlib.ops.triton.heuristics.state_tiles import long_chunk
+
+            if long_chunk(state_layout(cls.resolve_state_spec(spec)), device.capability, True):
+                step = ["step:    separate launches, as for prefills (T18)"]
+        return [slots, *step]
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
 from attnlib.testing.states.serving import Part, Results, Server, Step
+from tests.ops.torch.states import layers
 from tests.ops.torch.states.layers import forgetting, largest_error, wanted
 from tests.ops.triton.test_states_long_step import (
     LIMIT,
@@ -112,3 +114,15 @@ def test_states_of_steps() -> None:
         assert state is not None
         states.append(state[3].clone())
     assert all(torch.equal(one, states[0]) for one in states)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_request_with_more_tokens_than_the_step_says_ends(
+    drafts: int, monkeypatch: pytest.MonkeyPatch, long_steps: list[int]
+) -> None:
+    """Its outputs are undefined, but no program waits forever for chunks without memory."""
+    batch_of = layers.batch_of
+    monkeypatch.setattr(layers, "batch_of", lambda step: replace(batch_of(step), max_query_len=1))
+    spec = invariant("gated delta", max_rollback=drafts)
+    alone(spec, draw_tokens(spec, 60, 1))
+    assert long_steps == [60]

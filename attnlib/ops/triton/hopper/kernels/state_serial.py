@@ -208,7 +208,8 @@ def serial_step_kernel(
     factors += chunk * factor_size(CONFIG.C, CONFIG.PART, CHANNEL)
     stages = allocate(CONFIG)
     fence_async_shared()
-    work = request, base, count
+    # More would not fit, and wait forever: those of a request with more tokens than the step says.
+    work = request, base, gl.minimum(count, CONFIG.CHUNKS) if CONFIG.CHUNKS else count
     if CONFIG.CHUNKS:
         # All chunks fit: warps of their own would wait for nothing, and take registers.
         partition_barrier()
