@@ -34,6 +34,10 @@ SPILLED = """
         /*0140*/                   R2UR UR6, R223 ;
         /*0150*/                   UMOV UR7, 0xc0000010 ;
 """
+WAITED = """
+        /*0100*/                   HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0 ;
+        /*0110*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
 FROM_ARGUMENTS = """
         /*0100*/                   UIADD3 UR10, UP0, UR10, 0x20, URZ ;
         /*0110*/                   UIADD3.X UR7, UR7, -0x3ffffff0, URZ, UP0, !UPT ;
@@ -55,9 +59,9 @@ ON_ONE_PATH = """
 """
 
 
-@pytest.mark.parametrize("middle", [FROM_BASE, SPILLED])
+@pytest.mark.parametrize("middle", [FROM_BASE, SPILLED, WAITED + FROM_BASE])
 def test_constants(middle: str) -> None:
-    """Also through the stack."""
+    """Also through the stack, and beside a product without a result."""
     assert descriptor_sources(START + middle + PRODUCT) == {}
 
 
