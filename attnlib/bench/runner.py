@@ -18,6 +18,7 @@ from attnlib.bench.state_case import AnyCase
 from attnlib.bench.timer import GraphTimer, synchronize
 from attnlib.bench.work import flops, kv_bytes, roofline_us
 from attnlib.layer import Attention
+from attnlib.metadata import AttentionMetadata
 from attnlib.testing.budget import Comparison
 
 __all__ = ["Runner", "error_line", "make_runner", "unmeasured"]
@@ -41,7 +42,7 @@ class Runner:
     inputs: CaseInputs
     layer: Attention
     builder: Any
-    metadata: Any
+    metadata: AttentionMetadata
     row: Row
     output: torch.Tensor | None = None
     expected_us: float = 0.0
@@ -177,7 +178,7 @@ def make_runner(case: BenchCase, one: BenchBackend, inputs: CaseInputs) -> Runne
     return runner
 
 
-def _kernel(metadata: Any) -> str:
+def _kernel(metadata: AttentionMetadata) -> str:
     """The kernel that the metadata names, for backends with several (FlashAttention 2, 3 and 4).
 
     Else "".

@@ -68,7 +68,7 @@ class CapturedStep:
         self.impl = make_impl(target.backend, template)
         self.writer = self.impl if writer is None else make_impl(writer, template)
         self.cache = replace(template, inputs=replace(template.inputs, cache=self.views)).cache()
-        self.metadata: Any = self.state.graph_capture_get_metadata_for_batch(
+        self.metadata = self.state.graph_capture_get_metadata_for_batch(
             num_reqs, query_len=query_len
         )
         self.replay = self._capture()

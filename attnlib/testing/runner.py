@@ -15,6 +15,7 @@ import torch
 from attnlib.backends.base import AttentionBackend, AttentionImpl
 from attnlib.backends.rotated import make_backend_impl
 from attnlib.errors import ContractError
+from attnlib.metadata import AttentionMetadata
 from attnlib.testing.budget import compare
 from attnlib.testing.case import Case
 from attnlib.testing.materialized_case import MaterializedCase
@@ -108,14 +109,14 @@ def make_impl(backend: Backend, step: MaterializedCase) -> AttentionImpl:
     )
 
 
-def attend(impl: AttentionImpl, step: MaterializedCase, metadata: Any) -> AttentionOutput:
+def attend(
+    impl: AttentionImpl, step: MaterializedCase, metadata: AttentionMetadata
+) -> AttentionOutput:
     """Call forward once. The output tensors are strided and filled with poison before the call."""
     inputs = step.inputs
     lse = None
     if step.spec.needs_lse:
-        lse = torch.full(
-            inputs.query.shape[:2], float("nan"), dtype=torch.float32, device=inputs.query.device
-        )
+        lse = inputs.query.new_full(inputs.query.shape[:2], float("nan"), dtype=torch.float32)
     if (given := step.query_tensors()) is not None:
         impl = impl.of_call(given)
     selected = step.selected_keys()
