@@ -69,6 +69,7 @@ def operations(spec: StateSpec, num_slots: int = 8) -> Operations:
     [
         ("kimi delta", {}),
         ("lightning", {"chunk_size": 32}),
+        ("gated delta", {"key_size": 4, "value_size": 8}),  # fewer keys than a part of the state
         pytest.param("mamba2", {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
         pytest.param("gated delta", {"key_size": 24, "value_size": 40}, marks=pytest.mark.slow),
         pytest.param("gla", {}, marks=pytest.mark.slow),

@@ -35,8 +35,9 @@ def spread(x):
 
 @triton.jit
 def channels_of(CONFIG: tl.constexpr):
-    """Return the channels of a key, [1, WARPS, WIDTH]: the same in every warp."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(CONFIG.DK)
+    """Return the channels of a key, [1, WARPS, WIDTH]: the same in every warp, and at least those
+    of a part of the state."""
+    WIDTH: tl.constexpr = max(triton.next_power_of_2(CONFIG.DK), CONFIG.PART)
     return tl.broadcast_to(tl.arange(0, WIDTH)[None, None, :], [1, CONFIG.WARPS, WIDTH])
 
 
