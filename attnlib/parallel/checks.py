@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
-from attnlib.layer.cache_checks import check_aliasing, check_cache
+from attnlib.layer.cache_checks import check_aliasing, check_cache, check_latent_scales
 from attnlib.layer.call import LayerCall, new_output, per_head
 from attnlib.layer.checks import check_output, refuse_gradients
 from attnlib.layer.tensor_checks import refuse_negated
@@ -198,7 +198,7 @@ def check_own_cache(
     """Whether a cache has the form that a layer needs, to write the keys that are given.
 
     Raises:
-        ContractError: it has not, or is not a cache.
+        ContractError: it has not, or is not a cache, or its scales differ where they must not.
         LayoutMismatchError: the backend does not read its memory layout.
     """
     if not isinstance(cache, PagedKVCache):
@@ -206,6 +206,7 @@ def check_own_cache(
     without_slots: Any = SimpleNamespace(slot_mapping=None)
     check_cache(layer, cache, LayerCall(query, None, None, cache, without_slots))
     check_aliasing(layer.spec, cache, key)
+    check_latent_scales(layer.spec, cache)
 
 
 def sized(

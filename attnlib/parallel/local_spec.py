@@ -135,7 +135,8 @@ def local_form(spec: AttentionSpec, division: Division, rank: int) -> LocalForm:
         kv_sharing=False,
         needs_lse=True,
     )
-    limited = window.left is not None or chunk > 0 or after not in (0, None)
+    # A causal mask is known from the batch; a window that ends at the query without one is not.
+    limited = reach[0] is not None or chunk > 0 or (after is not None and not spec.is_causal)
     by_row = limited or spec.has_alibi or (spec.batch_invariant and spec.is_causal)
     return LocalForm(local, edge, reach, chunk, by_row)
 

@@ -98,6 +98,7 @@ PROBLEMS = {
     "reduce-scatter": Problem({"has_sink": True}, options={"exchange": "reduce_scatter"}),
     "bidirectional": Problem(FULL, steps=GROWING),
     "bidirectional window": Problem({**FULL, "sliding_window": 5}, steps=GROWING),
+    "bidirectional window to the query": Problem({**FULL, "window": Window(None, 0)}, steps=GROWING),
     "batch invariant": Problem({"batch_invariant": True}),
     **{
         f"decoders only: {name}": Problem(*more, options={"backend": ToyBackend})
@@ -249,6 +250,12 @@ def refusals(group: RankGroup) -> str:
         given: Any = None if last else run.own(query)
         run.layer(given, key, value, run.caches[1], built)
 
+    def two_scales() -> None:
+        case = Run(Problem({**LATENT, "kv_cache_dtype": "fp8"}), group)
+        if last:
+            case.caches[1].k_scale = 0.5
+        case.step([(0, 0), (1, 1), (0, 0), (0, 0)])  # a key of the first rank only
+
     def call_with(key: torch.Tensor, cache: attnlib.PagedKVCache) -> None:
         lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
         built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
@@ -276,6 +283,7 @@ def refusals(group: RankGroup) -> str:
         no_lengths: f"rank {group.world_size - 1} refuses: AttributeError",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: f"rank {group.world_size - 1} refuses: ",
+        two_scales: "k_scale=0.5 and v_scale=1.0",
         negated_key: "key is a view that torch negates", shared_tokens: "tokens share memory",
         no_division: f"division is a int; pass attnlib.parallel.Interleaved({group.world_size})",
     }  # fmt: skip

@@ -38,6 +38,7 @@ def test_every_field_of_the_spec_is_decided() -> None:
         ({"sliding_window": 11}, Interleaved(2), Edge.FUNCTION, None),
         ({"sliding_window": 12}, Contiguous(2, 40), Edge.FUNCTION, None),
         ({"sliding_window": 12, "mask_kind": "bidirectional"}, Interleaved(2), Edge.FUNCTION, None),
+        ({"window": (None, 0), "mask_kind": "bidirectional"}, Interleaved(2), Edge.START, None),
         ({"attention_chunk_size": 16}, Interleaved(2, 4), Edge.START, None),
         ({"attention_chunk_size": 12}, Interleaved(2, 2), Edge.FUNCTION, None),
         ({"attention_chunk_size": 8}, Contiguous(2, 40), Edge.START, None),
