@@ -43,7 +43,7 @@ def table_of(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
             width = max((len(row) for row in rows), default=0)
             padded = [[*row, *[0] * (width - len(row))] for row in rows]
             rows = torch.as_tensor(padded, device="cpu").reshape(len(padded), width)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ContractError(
                 f"block_table={rows!r} must be a tensor or lists of block ids: {error}", rule="P3"
             ) from None
@@ -88,7 +88,11 @@ def local_slots(
         block_table: `[R, columns]` int32, the blocks of the local indices of each request on this
             rank: entry j holds the local indices `[j * N, (j + 1) * N)`.
         block_size: N.
+
+    Raises:
+        ContractError: a rank that the division does not have.
     """
+    _check_rank(division, rank)
     position = tokens.position.clamp(min=0)
     local = division.local(position).long()
     own = (division.owner(position) == rank) & (tokens.position >= 0)
@@ -100,7 +104,7 @@ def local_slots(
 
 
 def local_block_table(
-    division: Division, rank: int, block_table: Tensor, block_size: int
+    division: Division, rank: int, block_table: Tensor | Sequence[Sequence[int]], block_size: int
 ) -> Tensor:
     """The columns of a global block table that a rank holds, `[R, columns of the rank]`.
 
@@ -110,12 +114,16 @@ def local_block_table(
     Args:
         division: of the positions; its runs are whole blocks.
         rank: in the group.
-        block_table: `[R, columns]` int32; entry j holds the positions `[j * N, (j + 1) * N)`.
+        block_table: `[R, columns]` int32, or lists; entry j holds the positions
+            `[j * N, (j + 1) * N)`.
         block_size: N.
 
     Raises:
-        ContractError: a run of the division is not a multiple of the block size.
+        ContractError: a run of the division is not a multiple of the block size, or a rank that the
+            division does not have.
     """
+    _check_rank(division, rank)
+    block_table = table_of(block_table)
     if division.run_length % block_size:
         raise ContractError(
             f"{division} divides blocks of {block_size} tokens: make its runs a multiple of "
@@ -126,3 +134,11 @@ def local_block_table(
     first = torch.arange(count, device=block_table.device) * block_size
     columns: Tensor = division.position(first, rank) // block_size
     return block_table[:, columns]
+
+
+def _check_rank(division: Division, rank: int) -> None:
+    if rank not in range(division.world_size):
+        raise ContractError(
+            f"rank={rank} must be from 0 to {division.world_size - 1}, the last rank of {division}",
+            rule="X1",
+        )

@@ -88,7 +88,7 @@ class ParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._backend, self._device = backend, resolve_device(device).torch_device
-        check_group(group, self._device)
+        check_group(group, spec, self._device)
         self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
         self.scale = spec.head_size**-0.5 if scale is None else float(scale)
         self.agreement = effective_agreement(agreement)

@@ -14,7 +14,12 @@ from attnlib.layer.attention import Attention
 from attnlib.layer.cache_checks import check_aliasing, check_cache, check_latent_scales
 from attnlib.layer.call import LayerCall, new_output, per_head
 from attnlib.layer.checks import check_output, refuse_gradients
-from attnlib.layer.tensor_checks import refuse_negated
+from attnlib.layer.tensor_checks import (
+    check_output_memory,
+    check_tensor_types,
+    refuse_in_place,
+    refuse_negated,
+)
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.ops.addresses import check_block_table, check_slot_values
@@ -139,6 +144,7 @@ def _checked(
             rule="X3",
         )
     check_made_for(layer, metadata)
+    check_tensor_types(query, key, value, output)
     if torch.is_grad_enabled():
         refuse_gradients(query, key, value)
     sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
@@ -163,6 +169,8 @@ def _checked(
         without_batch: Any = None
         check_output(spec, LayerCall(query, None, None, cache, without_batch, output))
         check_writable(output=output)
+        refuse_in_place(output, query=query)
+        check_output_memory(query, cache, output)
     return ParallelCall(query, key, value, output)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count
 
 __all__ = ["Contiguous", "Division", "Interleaved", "ZigZag"]
 
@@ -122,8 +123,9 @@ class Contiguous(Division):
 
     @classmethod
     def of_length(cls, world_size: int, length: int) -> Contiguous:
-        """An even division of a request of this length."""
-        return cls(world_size, max(1, -(-length // world_size)))
+        """An even division of a request of this length; both are integers, else `ContractError`."""
+        length, ranks = as_count("length", length), as_count("world_size", world_size, 1)
+        return cls(ranks, max(1, -(-length // ranks)))
 
     @property
     def run_length(self) -> int:
@@ -157,8 +159,9 @@ class ZigZag(Division):
 
     @classmethod
     def of_length(cls, world_size: int, length: int) -> ZigZag:
-        """An even division of a request of this length."""
-        return cls(world_size, max(1, -(-length // (2 * world_size))))
+        """An even division of a request of this length; both are integers, else `ContractError`."""
+        length, ranks = as_count("length", length), as_count("world_size", world_size, 1)
+        return cls(ranks, max(1, -(-length // (2 * ranks))))
 
     @property
     def run_length(self) -> int:

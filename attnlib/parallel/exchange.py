@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from attnlib.ops.addresses import as_count
 from attnlib.ops.dispatch import operation
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.ops.split_states import SplitStates
@@ -41,7 +42,12 @@ def exchange_bytes(spec: AttentionSpec, world_size: int, num_tokens: int) -> dic
         spec: of the layer, with the query heads of one rank.
         world_size: ranks of the group.
         num_tokens: T, new tokens of the step.
+
+    Raises:
+        ContractError: no rank, or a number that is not an integer of at least 0.
     """
+    world_size = as_count("world_size", world_size, 1)
+    num_tokens = as_count("num_tokens", num_tokens)
     heads, size = (world_size - 1) * num_tokens * spec.num_heads, spec.dtype.itemsize
     results = heads * spec.head_size_v * size
     return {

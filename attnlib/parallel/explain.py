@@ -10,7 +10,7 @@ from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import choose_exchange, exchange_bytes
 from attnlib.parallel.layer_parts import LayerParts, Part, choose_parts, phases
 from attnlib.parallel.local_spec import LocalForm, local_form
-from attnlib.parallel.setup_checks import tries_memory
+from attnlib.parallel.setup_checks import check_division, tries_memory
 from attnlib.selection import explain
 from attnlib.spec import AttentionSpec
 
@@ -27,6 +27,7 @@ def explain_parallel(
         division: of the positions.
         backend, device: as in `attnlib.explain`.
     """
+    check_division(division)
     head = f"divided keys: {division}"
     try:
         form = local_form(spec, division, 0)

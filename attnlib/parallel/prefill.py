@@ -83,7 +83,7 @@ class ParallelPrefill(nn.Module):
     ) -> None:
         super().__init__()
         self._device = resolve_device(device).torch_device
-        check_group(group, self._device)
+        check_group(group, spec, self._device)
         factor = spec.head_size**-0.5 if scale is None else float(scale)
         self.spec, self.group, self.division, self.method = spec, group, division, method
         self.agreement, self.prefix = effective_agreement(agreement), prefix

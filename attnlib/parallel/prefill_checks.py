@@ -149,6 +149,9 @@ def _checked(
             rule="X10",
         )
     check_made_for(layer, metadata)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ContractError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if torch.is_grad_enabled():
         refuse_gradients(query, key, value)
     tokens = metadata.num_actual_tokens

@@ -27,8 +27,8 @@ verifications. The new tokens of longer ones are attended once, without reading 
 
 def limits_of_rows(limits: BatchLimits | None, *, by_row: bool) -> BatchLimits | None:
     """Those of batches whose tokens are requests of their own."""
-    if limits is None:
-        return None
+    if not isinstance(limits, BatchLimits):
+        return limits  # None, or what builders refuse
     tokens = limits.max_num_tokens
     reqs = tokens if by_row else min(tokens, limits.max_num_reqs * ROWS_UP_TO)
     return replace(limits, max_num_reqs=max(reqs, limits.max_num_reqs))

@@ -17,6 +17,7 @@ from attnlib.spec import AttentionSpec
 
 __all__ = [
     "check_choices",
+    "check_division",
     "check_group",
     "checked_method",
     "checked_per_head",
@@ -39,8 +40,8 @@ def effective_agreement(agreement: str) -> str:
     return "call" if agreement == "batch" and env.read("ATTNLIB_VALIDATE") else agreement
 
 
-def check_group(group: Any, device: torch.device) -> None:
-    """Whether a layer got ranks, which exchange tensors of its device.
+def check_group(group: Any, spec: Any, device: torch.device) -> None:
+    """Whether a layer got a spec, and ranks, which exchange tensors of its device.
 
     Raises:
         ContractError: on this rank, since it cannot ask the others.
@@ -51,6 +52,8 @@ def check_group(group: Any, device: torch.device) -> None:
             "process group of torch.distributed",
             rule="X8",
         )
+    if not isinstance(spec, AttentionSpec):
+        raise ContractError(f"spec={spec!r} must be an attnlib.AttentionSpec")
     group.check_device(device)
 
 
@@ -72,15 +75,24 @@ def check_choices(
     for name, value, known in (("agreement", agreement, _AGREEMENTS), choice):
         if value is not None and value not in known:
             raise ContractError(f"{name}={value!r} must be one of {', '.join(known)}", rule="X8")
-    if not isinstance(division, Division):
-        raise ContractError(
-            f"division is a {type(division).__name__}; pass attnlib.parallel.Interleaved("
-            f"{group.world_size}), or another Division of as many ranks as the group",
-            rule="X1",
-        )
+    check_division(division, group.world_size)
     if division.world_size != group.world_size:
         raise ContractError(
             f"{division} is for {division.world_size} ranks, the group has {group.world_size}",
+            rule="X1",
+        )
+
+
+def check_division(division: Any, world_size: int = 2) -> None:
+    """Whether an argument is a division.
+
+    Raises:
+        ContractError: it is not.
+    """
+    if not isinstance(division, Division):
+        raise ContractError(
+            f"division is a {type(division).__name__}; pass attnlib.parallel.Interleaved("
+            f"{world_size}), or another Division of as many ranks as the group",
             rule="X1",
         )
 
@@ -168,10 +180,10 @@ def checked_per_head(
     if needed != (values is not None):
         given = "missing" if values is None else "given"
         raise ContractError(f"{name} is {given}, and the spec says otherwise: {spec}", rule="M3")
-    if values is not None and (values.shape != (spec.num_heads,) or not values.is_floating_point()):
+    is_tensor = isinstance(values, Tensor) and values.is_floating_point()
+    if values is not None and not (is_tensor and values.shape == (spec.num_heads,)):
+        form = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else values
         raise ContractError(
-            f"{name} is {values.dtype} {list(values.shape)}; it must be floating point "
-            f"[{spec.num_heads}]",
-            rule="M3",
+            f"{name} is {form}; it must be a floating-point tensor [{spec.num_heads}]", rule="M3"
         )
     return values

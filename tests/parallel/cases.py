@@ -98,7 +98,9 @@ PROBLEMS = {
     "reduce-scatter": Problem({"has_sink": True}, options={"exchange": "reduce_scatter"}),
     "bidirectional": Problem(FULL, steps=GROWING),
     "bidirectional window": Problem({**FULL, "sliding_window": 5}, steps=GROWING),
-    "bidirectional window to the query": Problem({**FULL, "window": Window(None, 0)}, steps=GROWING),
+    "bidirectional window to the query": Problem(
+        {**FULL, "window": Window(None, 0)}, steps=GROWING
+    ),
     "batch invariant": Problem({"batch_invariant": True}),
     **{
         f"decoders only: {name}": Problem(*more, options={"backend": ToyBackend})
@@ -222,6 +224,10 @@ def refusals(group: RankGroup) -> str:
         spec, sinks = run.spec.replace(has_sink=True), torch.zeros(4 + last)
         ParallelAttention(spec, group, run.division, sinks=sinks, device="cpu")
 
+    def list_of_sinks() -> None:
+        spec, sinks = run.spec.replace(has_sink=True), [0.0] * 4 if last else torch.zeros(4)
+        ParallelAttention(spec, group, run.division, sinks=sinks, device="cpu")  # type: ignore
+
     def no_division() -> None:
         given: Any = group.world_size if last else run.division
         ParallelAttention(run.spec, group, given, device="cpu")
@@ -279,10 +285,11 @@ def refusals(group: RankGroup) -> str:
 
     expected = {
         without_lse: "returning the LSE: not supported", other_rows: "ranks 0 and",
+        list_of_sinks: "sinks is [0.0, 0.0, 0.0, 0.0]; it must be",
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
         no_lengths: f"rank {group.world_size - 1} refuses: AttributeError",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
-        no_tensor: f"rank {group.world_size - 1} refuses: ",
+        no_tensor: "query is a NoneType; it must be a torch.Tensor",
         two_scales: "k_scale=0.5 and v_scale=1.0",
         negated_key: "key is a view that torch negates", shared_tokens: "tokens share memory",
         no_division: f"division is a int; pass attnlib.parallel.Interleaved({group.world_size})",
@@ -345,12 +352,20 @@ def refused_batches(group: RankGroup) -> str:
     def gradient() -> None:
         call(divided_batch([1], [9], run.tables[1][:1], "cpu"), grad=True)
 
-    def strided_output() -> None:
-        built = run.builders[1].build(divided_batch([1], [9], run.tables[1][:1], "cpu"))
-        query, key, value = run.tensors(1)
+    def call_into(output: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        built = run.builders[1].build(divided_batch([9], [18], run.tables[1][:1], "cpu"))
+        query, key, value = run.tensors(9)
         own = run.own(query)
-        output = torch.empty(*own.shape, 2)[..., 0]
-        run.layer(own, key, value, cache, built, output=output)
+        run.layer(own, key, value, cache, built, output=output(own))
+
+    def strided_output() -> None:
+        call_into(lambda own: torch.empty(*own.shape, 2)[..., 0])
+
+    def output_of_the_query() -> None:  # whose heads are sent after the new tokens are attended
+        call_into(lambda own: own)
+
+    def output_of_the_cache() -> None:
+        call_into(lambda own: cache.key_cache.view(-1)[: own.numel()].view_as(own))
 
     def other_scale() -> None:
         ParallelAttention(run.spec, group, run.division, device="cpu", scale=1 + last)
@@ -361,7 +376,8 @@ def refused_batches(group: RankGroup) -> str:
         no_block: "must not be negative",
         other_block_size: f"block_size={2 * BLOCK}", batch_of_a_window: "was built for",
         gradient: "requires a gradient", other_scale: "ALL_TO_ALL: 'all_to_all'>, 2.0, 'batch'",
-        strided_output: "last stride 2",
+        strided_output: "last stride 2", output_of_the_query: "output is query",
+        output_of_the_cache: "in the memory of the cache",
     }  # fmt: skip
     with torch.enable_grad():
         if text := not_refused(expected):

@@ -315,6 +315,12 @@ def refusals(group: RankGroup) -> str:
         query, key, value = (torch.zeros(rows, n, 16) for n in (4, 2, 2))
         layer(query, key, value, cache, batch)
 
+    def no_value() -> None:
+        batch = layer.make_builder().build([4, 5], table)
+        query, key, value = (torch.zeros(batch.num_actual_tokens, n, 16) for n in (4, 2, 2))
+        given: Any = None if last else value
+        layer(query, key, given, cache, batch)
+
     def a_part_of_a_token() -> None:
         layer.make_builder().build([4, 2.5 if last else 2], table)
 
@@ -334,6 +340,7 @@ def refusals(group: RankGroup) -> str:
     expected = {
         other_prompts: "ranks 0 and", other_context: "ranks 0 and",
         other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
+        no_value: "value is a NoneType; it must be a torch.Tensor",
         no_list: "prompt_lens is a int; pass a list", no_table: "block_table=None",
         a_part_of_a_token: "2.5 is a float", no_block: "negative",
         batch_of_a_window: "was built for", no_prefills: "refuses: AssertionError",

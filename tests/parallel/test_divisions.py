@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from attnlib import AttentionSpec
 from attnlib.errors import ContractError
 from attnlib.parallel import (
     Contiguous,
     Division,
     Interleaved,
     ZigZag,
+    exchange_bytes,
+    explain_parallel,
     local_block_table,
     local_slots,
     token_positions,
@@ -25,6 +30,7 @@ DIVISIONS = [
     )
 ]  # fmt: skip
 LENGTH = 60
+SPEC = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("division", DIVISIONS, ids=str)
@@ -57,9 +63,19 @@ def test_segments_of_a_zigzag_are_its_positions(world_size: int) -> None:
             assert held == [p for p in range(length) if division.owner(p) == rank]
 
 
-def test_sizes_below_1_are_refused() -> None:
-    with pytest.raises(ContractError, match="run=0"):
-        Interleaved(2, 0)
+def test_numbers_that_divide_nothing_are_refused() -> None:
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    refused: dict[str, Callable[[], object]] = {
+        "run=0": lambda: Interleaved(2, 0),
+        "length=-5": lambda: ZigZag.of_length(2, -5),
+        "world_size=0": lambda: Contiguous.of_length(0, 5),
+        "rank=2 must be from 0 to 1": lambda: local_block_table(Interleaved(2, 4), 2, table, 4),
+        "division is a int": lambda: explain_parallel(SPEC, 2),  # type: ignore[arg-type]
+        "num_tokens=-1": lambda: exchange_bytes(SPEC, 2, -1),
+    }
+    for text, call in refused.items():
+        with pytest.raises(ContractError, match=text):
+            call()
 
 
 def test_tables_and_slots_of_a_rank() -> None:

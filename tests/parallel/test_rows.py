@@ -61,6 +61,6 @@ def test_tables_hold_integers() -> None:
         [1, 2], [3, 0],
     ]  # fmt: skip
     assert int(table_of(torch.tensor([[2**32 + 1]]))) == torch.iinfo(torch.int32).max
-    for rows in ([[1.5]], torch.tensor([[1.0]]), [1, 2], None, torch.tensor([1])):
+    for rows in ([[1.5]], torch.tensor([[1.0]]), [1, 2], None, torch.tensor([1]), [[[1, 2]]]):
         with pytest.raises(ContractError, match="block_table"):
             divided_batch([1], [9], rows, "cpu")
