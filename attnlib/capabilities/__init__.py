@@ -9,7 +9,11 @@ from attnlib.capabilities.declaration import NOT_STATED, Capabilities
 from attnlib.capabilities.predicates import Reason
 from attnlib.capabilities.state_checks import STATE_CHECKS, chosen_form
 from attnlib.capabilities.state_declaration import StateCapabilities
-from attnlib.capabilities.unsupported import unsupported_device_reasons, unsupported_reasons
+from attnlib.capabilities.unsupported import (
+    serves_kind,
+    unsupported_device_reasons,
+    unsupported_reasons,
+)
 from attnlib.sizes import Sizes
 
 __all__ = [
@@ -21,6 +25,7 @@ __all__ = [
     "Sizes",
     "StateCapabilities",
     "chosen_form",
+    "serves_kind",
     "unsupported_device_reasons",
     "unsupported_reasons",
 ]

@@ -12,7 +12,7 @@ from attnlib.capabilities.state_declaration import StateCapabilities
 from attnlib.device import DeviceInfo
 from attnlib.spec import LayerSpec, StateSpec
 
-__all__ = ["unsupported_device_reasons", "unsupported_reasons"]
+__all__ = ["serves_kind", "unsupported_device_reasons", "unsupported_reasons"]
 
 
 def unsupported_device_reasons(device: DeviceInfo, caps: Declaration) -> list[str]:
@@ -46,6 +46,12 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
+def serves_kind(spec: LayerSpec, caps: Capabilities | StateCapabilities) -> bool:
+    """Whether a backend with these capabilities serves any layer of the kind of `spec`."""
+    unstated = caps.devices is NOT_STATED if isinstance(spec, StateSpec) else caps == Capabilities()
+    return not unstated
+
+
 def unsupported_reasons(
     spec: LayerSpec, device: DeviceInfo, caps: Capabilities | StateCapabilities
 ) -> list[str]:
@@ -56,11 +62,10 @@ def unsupported_reasons(
         device: facts about the device.
         caps: what the backend declares for this kind of layers.
     """
-    is_state = isinstance(spec, StateSpec)
-    if (is_state and caps.devices is NOT_STATED) or caps == Capabilities():
+    if not serves_kind(spec, caps):
         return [f"serves no {spec.kind} layers"]
     reasons = unsupported_device_reasons(device, caps)
-    checks: Mapping[str, Check] = STATE_CHECKS if is_state else CHECKS
+    checks: Mapping[str, Check] = STATE_CHECKS if isinstance(spec, StateSpec) else CHECKS
     for field, check in checks.items():
         reason = check(spec, caps)
         if reason is not None and reason not in reasons:

@@ -49,13 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "engines": _guarded(_engines),
         "kv formats": _guarded(_kv_formats),
         "caches": _guarded(lambda: _caches(options)),
-        "backends": _guarded(_backends),
     }
+    if not options.json:
+        _show(findings)
+        print("backends", flush=True)  # the checks take longest
+    backends = findings["backends"] = _guarded(_backends)
     if options.json:
         print(json.dumps(findings, indent=2, default=str))
     else:
-        _show(findings)
-    backends = findings["backends"]
+        _show_backends(backends)
     return 0 if isinstance(backends, list) and any(row["works"] for row in backends) else 1
 
 
@@ -193,8 +195,9 @@ def _show(findings: dict[str, Any]) -> None:
             print(title)
         for name, value in findings[title].items():
             print(f"  {name:<24} {value}")
-    print("backends")
-    backends = findings["backends"]
+
+
+def _show_backends(backends: Any) -> None:
     for row in (
         backends
         if isinstance(backends, list)

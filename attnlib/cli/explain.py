@@ -11,7 +11,7 @@ from attnlib.cli.arguments import REQUEST_HELP, CommandParser, any_device, count
 from attnlib.cli.hf_config import fallback_lines
 from attnlib.cli.kernels import KernelsOfSpec, kernels_of
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
-from attnlib.cli.spec_flags import add_spec_flags, specs_of
+from attnlib.cli.spec_flags import DEFAULT_LAYER, add_spec_flags, names_a_spec, specs_of
 from attnlib.device import resolve_device
 from attnlib.parallel import Interleaved, explain_parallel
 from attnlib.selection import explain
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = {kind: [*fallbacks[kind]] for kind in specs}
         for kind, found in kernels.items():
             lines[kind].append(str(found))
+        if not names_a_spec(options):
+            print(f"a layer of {DEFAULT_LAYER} (--help lists the flags of others)\n")
         print(
             "\n\n".join(
                 (f"{kind}\n" if kind else "")

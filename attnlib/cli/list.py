@@ -34,16 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = row["description"] if row["available"] else "; ".join(row["reasons"])
         first = f"  {row['name']:<{width}}  {status:<11}  "
         indent = " " * len(first)
-        print(
-            textwrap.fill(
-                text,
-                100,
-                initial_indent=first,
-                subsequent_indent=indent,
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
+        wrapped = textwrap.fill(
+            text,
+            100,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
         )
+        print(wrapped or first.rstrip())  # nothing is filled without a description
     if formats or failed:
         print("KV formats of packages")
     for name, version in formats.items():

@@ -17,8 +17,9 @@ from attnlib.sparse.compressed_entries import CompressedEntries
 from attnlib.sparse.key_selection import KeySelection
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
-__all__ = ["add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]
+__all__ = ["DEFAULT_LAYER", "add_spec_flags", "names_a_spec", "spec_fields", "specs_of"]
 
+DEFAULT_LAYER = "32 query heads, 8 KV heads, head size 128, bfloat16"
 _NUMBERS = {
     "num_heads": "query heads",
     "num_kv_heads": "KV heads (default: as many as --num-heads)",
@@ -58,9 +59,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a Hugging Face config.json or its folder; the flags below override it",
     )
-    spec = parser.add_argument_group(
-        "the spec (default: 32 query heads, 8 KV heads, head size 128, bfloat16)"
-    )
+    spec = parser.add_argument_group(f"the spec (default: {DEFAULT_LAYER})")
     for name, about in _NUMBERS.items():
         spec.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N", help=about)
     spec.add_argument("--dtype", type=model_dtype, help="bfloat16, float16 or float32")

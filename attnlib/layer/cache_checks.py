@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +20,16 @@ from attnlib.spec import AttentionSpec
 if TYPE_CHECKING:
     from attnlib.layer.attention import Attention
 
-__all__ = ["check_aliasing", "check_cache", "check_cache_type", "check_latent_scales"]
+__all__ = [
+    "check_aliasing",
+    "check_cache",
+    "check_cache_type",
+    "check_latent_scales",
+    "unreported_scales",
+]
 
 _log = logging.getLogger("attnlib")
+_reports_scales = ContextVar("attnlib_reports_scales", default=True)
 
 
 def check_cache_type(cache: object) -> None:
@@ -170,11 +180,21 @@ def _check_slots(layer: Attention, call: LayerCall) -> None:
         )
 
 
+@contextmanager
+def unreported_scales() -> Iterator[None]:
+    """No warning of scales of 1 inside: of calls that write nothing, before the scales are set."""
+    token = _reports_scales.set(False)
+    try:
+        yield
+    finally:
+        _reports_scales.reset(token)
+
+
 def _report_unit_scales(layer: Attention, cache: PagedKVCache, call: LayerCall) -> None:
     """Log a warning if the scales of a layer and of the cache that it writes are 1."""
     given = (layer.k_scale, layer.v_scale, cache.k_scale, cache.v_scale)
     are_one = all(isinstance(scale, float) and scale == UNIT_SCALE for scale in given)
-    if are_one and not call.metadata.enable_kv_scales_calculation:
+    if are_one and _reports_scales.get() and not call.metadata.enable_kv_scales_calculation:
         _warn_of_unit_scales(cache.dtype)
 
 
@@ -184,7 +204,7 @@ def _warn_of_unit_scales(dtype: torch.dtype) -> None:
     _log.warning(
         "a cache of %s is written with k_scale = v_scale = 1: keys and values above %g saturate, "
         "and small ones lose precision; pass the scales of the checkpoint to the layer or its "
-        "cache, or build the first batch with enable_kv_scales_calculation=True",
+        "cache, or set metadata.enable_kv_scales_calculation = True in the first step",
         dtype,
         largest,
     )

@@ -26,6 +26,7 @@ from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer.attention import Attention
+from attnlib.layer.cache_checks import unreported_scales
 from attnlib.layer.state import StateLayer
 from attnlib.layer.state_warmup import run_state_batch, unused_batches
 from attnlib.layer.warmup_batches import (
@@ -104,8 +105,13 @@ def warmup(
         The batches that are covered, and what it took.
 
     Raises:
-        ContractError: a paged layer without a cache.
+        ContractError: a paged layer without a cache, or an argument of another type.
     """
+    if not (isinstance(layer, (Attention, StateLayer)) and isinstance(limits, BatchLimits)):
+        raise ContractError(
+            f"layer is a {type(layer).__name__} and limits is a {type(limits).__name__}; call "
+            "warmup(layer, cache, BatchLimits(...))"
+        )
     if isinstance(layer, StateLayer):
         return _warm_states(layer, cache, limits, builder, form)
     spec = layer.spec
@@ -120,7 +126,7 @@ def warmup(
     started, batches = time.perf_counter(), _batches(builder, limits, where)
     columns = max_blocks or -(-limits.max_seq_len // spec.block_size)
     steps = _steps(layer, cache, limits, builder, batches, columns, where)
-    with torch.no_grad(), _new_kernels(where) as new:
+    with torch.no_grad(), unreported_scales(), _new_kernels(where) as new:
         run_steps(steps, where, kernel_facts(layer, cache, limits, builder, columns))
         run_over(layer, more_caches, batches, limits, builder, columns)
     if where.type == "cuda":

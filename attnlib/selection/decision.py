@@ -11,7 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.capabilities import Capabilities, StateCapabilities, unsupported_reasons
+from attnlib.capabilities import (
+    Capabilities,
+    StateCapabilities,
+    serves_kind,
+    unsupported_reasons,
+)
 from attnlib.device import DeviceInfo
 from attnlib.errors import LayoutMismatchError
 from attnlib.selection.cache_lines import cache_lines, write_line
@@ -127,21 +132,21 @@ def _evaluate(
     unavailable_reasons: Sequence[str] = (),
 ) -> CandidateReport:
     reasons: tuple[str, ...] = ()
-    if backend is not None and not (unavailable_reasons and device.is_missing):
+    missing = tuple(unavailable_reasons)
+    if backend is not None and not (missing and device.is_missing):
         try:
-            reasons = (
-                # Limits of a package that is missing, too: to install it would not help.
-                tuple(unsupported_reasons(spec, device, _declared(backend, spec)))
-                if unavailable_reasons
-                else tuple(_reasons(backend, spec, device))
-            )
+            if missing:  # limits of a missing package, too: to install it would not help
+                declared = _declared(backend, spec)
+                reasons = tuple(unsupported_reasons(spec, device, declared))
+                missing = missing if serves_kind(spec, declared) else ()
+            else:
+                reasons = tuple(_reasons(backend, spec, device))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a faulty one must not prevent the choice of another one
             reasons = (f"its validate_configuration raised {type(error).__name__}: {error}",)
     if backend is None or unavailable_reasons:
-        reasons = (*reasons, *unavailable_reasons)
-        return CandidateReport(name, SelectionStatus.UNAVAILABLE, reasons)
+        return CandidateReport(name, SelectionStatus.UNAVAILABLE, (*reasons, *missing))
     if reasons:
         return CandidateReport(name, SelectionStatus.UNSUPPORTED, reasons)
     lines = _explain_lines(backend, spec, device)

@@ -183,9 +183,10 @@ def unknown_backend_error(
 ) -> UnknownBackendError:
     """The error for a name that is not registered, with the most similar one."""
     names = sorted(known)
+    path = " A class is given as 'module:Class'." if "." in name else ""
     return UnknownBackendError(
-        f"unknown attention backend {name!r} (from {source}={text!r}).{_nearest(name, names)} "
-        f"Registered: {', '.join(names)}."
+        f"unknown attention backend {name!r} (from {source}={text!r}).{_nearest(name, names)}{path}"
+        f" Registered: {', '.join(names)}."
     )
 
 

@@ -48,6 +48,10 @@ def test_explain_a_spec_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
         == 0
     )
     assert "attnlib chose triton" in capsys.readouterr().out
+    assert main(["explain", "--device", "sm_75"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "a layer of 32 query heads, 8 KV heads, head size 128"
+    )
     assert main(["explain", "--device", "sm_75", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["spec"]
     reasons = {c["name"]: c["reasons"] for c in report["candidates"]}

@@ -27,7 +27,7 @@ def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_columns_fit_the_longest_name_and_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """D6: a long name widens the column, and reasons wrap below it."""
     name = "a_backend_with_a_rather_long_name"
-    attnlib.register_backend(name, type("Long", (TorchBackend,), {}))
+    attnlib.register_backend(name, type("Long", (TorchBackend,), {"description": ""}))
     try:
         assert main(["list", "--device", "cpu"]) == 0
     finally:
@@ -36,7 +36,8 @@ def test_columns_fit_the_longest_name_and_a_terminal(capsys: pytest.CaptureFixtu
     column = len(f"  {name}  ")
     firsts = [line for line in lines if line[2] != " "]
     assert {line.split()[0] for line in firsts} >= {name, "torch", "flashinfer_mla"}
-    assert all(line[column:].startswith(("available ", "unavailable ")) for line in firsts)
+    assert all(line[column:].startswith(("available", "unavailable ")) for line in firsts)
+    assert f"  {name}  available" in lines  # it has no description
     assert all(len(line) <= 100 or " " not in line.strip() for line in lines)
     text = column + len("unavailable  ")
     assert all(line[:text].isspace() for line in lines if line not in firsts)

@@ -202,6 +202,19 @@ def test_unit_scales_are_reported_once(
         assert "float8_e4m3fn" in reports[0] and "448" in reports[0]
 
 
+def test_a_warmup_does_not_report_the_scales(caplog: pytest.LogCaptureFixture) -> None:
+    """It writes nothing, and the first step may set them; a step that does not is reported."""
+    from attnlib.layer import cache_checks
+
+    cache_checks._warn_of_unit_scales.cache_clear()
+    layer, cache = attnlib.Attention(SPEC, device="cpu"), attnlib.PagedKVCache.allocate(SPEC, 4)
+    limits = attnlib.BatchLimits(max_num_reqs=2, max_num_tokens=8, max_seq_len=16)
+    attnlib.warmup(layer, cache, limits)
+    assert "k_scale" not in caplog.text
+    layer(*_tensors(), cache, _step(layer))
+    assert "set metadata.enable_kv_scales_calculation = True in the first step" in caplog.text
+
+
 def _dummy(step: Any, tensors: list[torch.Tensor], how: str) -> list[torch.Tensor]:
     """The tensors of a step that writes nothing from which a scale follows."""
     if how == "slots":

@@ -148,8 +148,12 @@ def test_encoders_need_no_cache_and_decoders_do() -> None:
         SPEC.replace(attn_type=AttentionType.ENCODER_ONLY), backend=TorchBackend, device="cpu"
     )
     assert warmup(encoder, None, LIMITS, device="cpu").batches
+    layer: Any = Attention(SPEC, backend=TorchBackend, device="cpu")
     with pytest.raises(ContractError, match="cache is a NoneType; .* needs the PagedKVCache"):
-        warmup(Attention(SPEC, backend=TorchBackend, device="cpu"), None, LIMITS)
+        warmup(layer, None, LIMITS)
+    for swapped in ((LIMITS, None, layer), (layer, None, 40)):
+        with pytest.raises(ContractError, match=r"call warmup\(layer, cache, BatchLimits\(...\)\)"):
+            warmup(*swapped)
 
 
 @pytest.mark.parametrize(

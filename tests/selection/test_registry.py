@@ -208,6 +208,16 @@ def test_limits_are_shown_before_the_installation() -> None:
     assert rest[-1].startswith("flashinfer is not installed")
 
 
+def test_no_installation_is_advised_for_layers_of_another_kind() -> None:
+    entry = registry.registrations()["flashinfer"]
+    probe = (FlashInferBackend, ["flashinfer is not installed: pip install it"])
+    spec = attnlib.StateSpec(num_heads=2, key_size=64, value_size=64, dtype=torch.float16)
+    device = DeviceInfo("cuda", capability=(9, 0))
+    (candidate,) = decide(spec, device, [entry], AUTO, lambda _: probe).candidates
+    assert candidate.status is SelectionStatus.UNAVAILABLE
+    assert candidate.reasons == ("serves no state layers",)
+
+
 def test_a_plugin_disappears_when_plugins_are_switched_off(
     provide: Provide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +238,9 @@ def test_one_name_for_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pickle.loads(pickle.dumps(_select("newcomer"))) is _select("newcomer")
     with pytest.raises(UnknownBackendError) as caught:
         _select("gather")
-    assert "Did you mean" not in str(caught.value)
+    assert "Did you mean" not in str(caught.value) and "A class" not in str(caught.value)
+    with pytest.raises(UnknownBackendError, match="A class is given as 'module:Class'"):
+        _select("my_package.attention")
     with pytest.raises(UnknownBackendError, match=r"Did you mean 'newcomer'\?"):
         _select("newcommer")
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from attnlib.cache.storage import PagedKVCache
 from attnlib.spec import AttentionSpec
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.checks import CHECKS
+from attnlib.testing.checks.visibility import NAN_OUTPUT
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.outcome import Outcome
-from tests.testing.toy_backend import ToyBackend
+from tests.testing.toy_backend import ToyBackend, ToyImpl, toy_with
 from tests.testing.wrong_backends import WRONG
 from tests.testing.wrong_states import WRONG_STATES
 
@@ -101,3 +103,32 @@ def test_the_kv_head_that_a_query_head_reads_is_named() -> None:
         WRONG["keys of interleaved heads"][0], device="cpu", against=[], quick=True, only="W3"
     )
     assert "query head 1 reads the keys of KV head 1; expected 0" in str(keys)
+
+
+class _ConsecutiveBlocks(ToyImpl):
+    """Reads the blocks behind the first one of a request, whatever the block table says."""
+
+    def gather(
+        self, cache: PagedKVCache, row: torch.Tensor, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = (row[0] + torch.arange(len(row))) % cache.num_blocks
+        return super().gather(cache, blocks, seq_len)
+
+
+def test_the_cause_of_wrong_keys_is_named() -> None:
+    """NaN is no empty set of keys, and what follows the first block has the rule of the table."""
+    blocks = run_conformance(toy_with(_ConsecutiveBlocks), device="cpu", against=[], only="W2,W3")
+    assert (
+        "sees keys 0-15; expected 0-17: no key of block table entry 1 and later ones (P3)"
+        in str(blocks)
+    )
+    unused = run_conformance(WRONG["NaN from unused V"][0], device="cpu", against=[], only="W2,W3")
+    assert unused.failed_checks() == ("W2", "W3")
+    assert all(f" {NAN_OUTPUT} | case: " in result.message for result in unused.failures)
+
+
+def test_padding_rows_do_not_make_the_lse_suspicious() -> None:
+    """Only the output is wrong, and the report starts with the cases that say so."""
+    report = run_conformance(WRONG["padding rows not written"][0], device="cpu", only="L1,N2,N3")
+    (start,) = [line for line in str(report).splitlines() if line.startswith("start here: ")]
+    assert start.startswith("start here: N2/only-padding")

@@ -16,6 +16,7 @@ import torch
 from attnlib.testing.backend_under_test import BackendUnderTest
 from attnlib.testing.case import Case
 from attnlib.testing.check import Check, CheckCase
+from attnlib.testing.checks.visibility import NAN_OUTPUT
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import write_slots
 from attnlib.testing.runner import run_materialized_case
@@ -57,6 +58,8 @@ def _check(target: BackendUnderTest, case: Case) -> str:
         _fill(step.inputs, part, step.params.scale)
         out = run_materialized_case(target.backend, step).out.float()
         for row in range(case.batch_spec.num_actual_tokens):
+            if out[row].isnan().any():
+                return f"the query of row {row} {NAN_OUTPUT} | case: {case}"
             read = out[row, :, : case.num_kv_heads].argmax(dim=1).tolist()
             expected = [head // group for head in range(case.num_heads)]
             if read != expected:

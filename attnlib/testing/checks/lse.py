@@ -48,7 +48,6 @@ def _lse(target: BackendUnderTest) -> Iterator[CheckCase]:
         ("decode", "decode", {}),
         ("mixed", "mixed", {}),
         ("empty-rows", "empty_rows", {}),
-        ("padding", "graph_padding", {}),
         ("sinks", "mixed", {"sinks": True}),
         ("soft-cap", "mixed", {"logits_soft_cap": 2.0}),
         ("long-decode", "decode_long", {}),

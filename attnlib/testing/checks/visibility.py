@@ -25,13 +25,18 @@ from attnlib.testing.oracle import visible_keys
 from attnlib.testing.runner import check_least_product, run_materialized_case
 from attnlib.testing.score_functions import SUITE
 
-__all__ = ["CHECKS", "visible_keys_of_output"]
+__all__ = ["CHECKS", "NAN_OUTPUT", "weights_of_output"]
+
+NAN_OUTPUT = (
+    "gives NaN, as unused memory holds: read no blocks but those of the block table (P3), and do "
+    "not multiply elements past the sequence, not even by zero (P5)"
+)
 
 
-def visible_keys_of_output(
+def weights_of_output(
     target: BackendUnderTest, case: Case, score: float = 0.0
 ) -> list[torch.Tensor]:
-    """Per request [Hq, query_len, seq_len] bool: the keys that each query head sees in the
+    """Per request [Hq, query_len, seq_len]: positive for the keys that each query head sees in the
     backend's output. All keys have the same score."""
     batch, dims = case.batch_spec, case.dimensions
     longest = max(batch.max_seq_len, 1)
@@ -53,13 +58,13 @@ def visible_keys_of_output(
                 write_slots(inputs.cache.value, slots, values, 1.0)
 
         step = case.materialize(target.device).modify_inputs(set_one_hot_values)
-        parts.append(run_materialized_case(target.backend, step).out > 0)
-    visible = torch.cat(parts, dim=2).transpose(0, 1).cpu()  # [Hq, T, >= longest]
-    rows, masks = 0, []
+        parts.append(run_materialized_case(target.backend, step).out)
+    weights = torch.cat(parts, dim=2).transpose(0, 1).cpu()  # [Hq, T, >= longest]
+    rows, found = 0, []
     for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
-        masks.append(visible[:, rows : rows + query_len, :seq_len])
+        found.append(weights[:, rows : rows + query_len, :seq_len])
         rows += query_len
-    return masks
+    return found
 
 
 def _set_score(inputs: StepInputs, case: Case, score: float) -> float:
@@ -90,33 +95,45 @@ def _expected_masks(case: Case) -> list[torch.Tensor]:
     return masks
 
 
-def _format_ranges(keys: list[int]) -> str:
-    """[3, 4, 5, 9] -> "3-5, 9"."""
-    text = "".join("x" if key in set(keys) else "." for key in range(max(keys, default=-1) + 1))
+def _format_ranges(mask: torch.Tensor) -> str:
+    """Of a mask of keys: true for 3, 4, 5 and 9 -> "3-5, 9"."""
+    text = "".join("x" if is_true else "." for is_true in mask.tolist())
     spans = [(match.start(), match.end() - 1) for match in re.finditer("x+", text)]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
 def _compare(target: BackendUnderTest, case: Case, score: float) -> str:
     check_least_product(target.backend, case, score)
-    actual_masks, batch = visible_keys_of_output(target, case, score), case.batch_spec
+    weights, batch = weights_of_output(target, case, score), case.batch_spec
     for request, expected in enumerate(_expected_masks(case)):
-        wrong = torch.nonzero((actual_masks[request] != expected).any(dim=2))
+        mask, nan = weights[request] > 0, weights[request].isnan()
+        wrong = torch.nonzero(((mask != expected) | nan).any(dim=2))
         if not len(wrong):
             continue
         head, i = wrong[wrong[:, 1].argmin()].tolist()
-        seen, right = (
-            _format_ranges(torch.nonzero(mask[head, i]).flatten().tolist())
-            for mask in (actual_masks[request], expected)
-        )
+        seen, right = mask[head, i], expected[head, i]
         query_len, seq_len = batch.query_lens[request], batch.seq_lens[request]
         others = len(wrong[wrong[:, 1] == i]) < case.num_heads
+        found = f"sees keys {_format_ranges(seen)}; expected {_format_ranges(right)}"
+        if nan[head, i].any():
+            found = NAN_OUTPUT
+        elif entry := _first_missing_block(seen, right, case.block_size):
+            found += f": no key of block table entry {entry} and later ones (P3)"
         return (
             f"the query at position {seq_len - query_len + i} of request {request} (seq_len "
-            f"{seq_len}, query_len {query_len}{f', head {head}' if others else ''}) sees keys "
-            f"{seen}; expected {right} | case: {case}"
+            f"{seq_len}, query_len {query_len}{f', head {head}' if others else ''}) {found} | "
+            f"case: {case}"
         )
     return ""
+
+
+def _first_missing_block(seen: torch.Tensor, right: torch.Tensor, block_size: int) -> int:
+    """The entry of the block table from which on all keys are missing, and none before; else 0."""
+    wrong = torch.nonzero(seen != right).flatten()
+    first = int(wrong[0]) // block_size
+    end = first * block_size
+    is_cut = not seen[end:].any() and torch.equal(seen[:end], right[:end])
+    return first if is_cut and right[end:].nonzero()[0] == 0 else 0
 
 
 def _window_cases(target: BackendUnderTest) -> Iterator[tuple[str, Case]]:
