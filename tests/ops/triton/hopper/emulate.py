@@ -62,6 +62,14 @@ def _numbers(*limits: Any) -> Iterator[Tensor]:
     return (Tensor(torch.tensor(x, dtype=torch.int32)) for x in range(*map(int, limits)))
 
 
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that a function and its comprehensions read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     known = function.__globals__
     found: dict[str, Any] = {"__builtins__": known["__builtins__"], "range": _numbers}
@@ -74,7 +82,7 @@ def _function(function: Callable[..., Any]) -> Callable[..., Any]:
         return _returned(body(*args, **kwargs))
 
     _EMULATED[id(function)] = result
-    for name in function.__code__.co_names:
+    for name in _names(function.__code__):
         if name in known:
             found[name] = REPLACED.get(name, _emulated(known[name]))
     defaults = function.__defaults__ or ()
