@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels.state_arguments import numbers
 from attnlib.ops.triton.kernels.state_requests import open_head, open_tail, part_columns
 from attnlib.ops.triton.kernels.token_rows import channels_of, load_held, load_new
 
@@ -23,32 +24,22 @@ def state_row_places(state, slot, head, block, part: tl.constexpr, CONFIG: tl.co
 
 
 @triton.jit
-def _load_rows(state, slot, head, block, CONFIG: tl.constexpr):
-    """Return the parts of the rows of a stored state, [SPAN, PART]; anything where there is none.
-    A few lanes have a row, so that most sums over keys are inside a thread."""
-    PARTS: tl.constexpr = CONFIG.PARTS
+def _load_rows(state, slot, head, block, part: tl.constexpr, CONFIG: tl.constexpr):
+    """Return a part of the rows of a stored state, [SPAN, PART]; anything where there is none. A
+    few lanes have a row, so that most sums over keys are inside a thread."""
     SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     FILLS: tl.constexpr = (
         CONFIG.DV == SPAN * CONFIG.BLOCKS and CONFIG.DK == CONFIG.PART * CONFIG.PARTS
     )
-    s = ()
-    for part in tl.static_range(PARTS):
-        place, inside = state_row_places(state, slot, head, block, part, CONFIG)
-        if FILLS:
-            x = tl.load(place)
-        else:
-            x = tl.load(place, mask=inside, other=0.0)
-        s = s + (x,)
-    return s
+    place, inside = state_row_places(state, slot, head, block, part, CONFIG)
+    return tl.load(place) if FILLS else tl.load(place, mask=inside, other=0.0)
 
 
 @triton.jit
 def load_group(last, base, tokens, tail, block, COUNT: tl.constexpr, CONFIG: tl.constexpr):
     """Return the `Row`s of COUNT tokens from position `last` down; those before `base` are 0."""
-    found = ()
-    for number in tl.static_range(COUNT):
-        found = found + (load_held(last - number, base, tokens, tail, block, CONFIG),)
-    return found
+    given = base, tokens, tail, block
+    return [load_held(last - number, *given, CONFIG) for number in numbers(COUNT)]
 
 
 @triton.jit
@@ -90,6 +81,7 @@ def load_decode(
     COUNT: tl.constexpr = CONFIG.GROUP - 1
     group = load_group(request.computed - 1, base, tokens, tail, block, COUNT, CONFIG)
     tl.debug_barrier()  # the compiler changes the order of loads otherwise
-    rows = _load_rows(slots.state, request.source, head, block, CONFIG)
+    where = slots.state, request.source, head, block
+    rows = [_load_rows(*where, part, CONFIG) for part in numbers(CONFIG.PARTS)]
     tl.debug_barrier()
     return Loaded(rows, group, new, query)

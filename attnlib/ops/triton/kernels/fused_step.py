@@ -13,14 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.short_convolution import (
-    ConvolutionConfig,
-    Inputs,
-    convolve,
-    load_inputs,
-    load_taps,
-    write_window,
-)
+from attnlib.ops.triton.kernels import short_convolution as convolution
 from attnlib.ops.triton.kernels.state_arguments import (
     UNALIGNED,
     Slots,
@@ -51,7 +44,7 @@ class FusedConfig(NamedTuple):
     DK, and the elements of queries, keys and values of a program, as powers of two."""
 
     STATE: StateConfig
-    CONVOLUTION: ConvolutionConfig
+    CONVOLUTION: convolution.ConvolutionConfig
     STEP: StepConfig
     Q: int
     K: int
@@ -130,22 +123,23 @@ def fused_step_kernel(
     token, element = tl.arange(0, STEP.TOKENS), tl.arange(0, CONFIG.ELEMENTS)
     exists = token < request.count
     channels, exist, writes = program_channels(element, head, block, CONFIG)
-    inputs = Inputs(
+    inputs = convolution.Inputs(
         x + request.first.to(tl.int64) * CHANNELS.X_T + channels[None, :],
         window + request.source * CHANNELS.WINDOW + channels[None, :],
         request.computed,
         exist[None, :],
     )
     # All channels at once: their loads are under way together.
-    pairs = load_inputs(inputs, request.computed + token, exists, CHANNELS)
-    y = convolve(pairs, load_taps(weight, bias, channels, CHANNELS), CHANNELS)
+    pairs = convolution.load_inputs(inputs, request.computed + token, exists, CHANNELS)
+    taps = convolution.load_taps(weight, bias, channels, CHANNELS)
+    y = convolution.convolve(pairs, taps, CHANNELS)
     row = (request.first + token).to(tl.int64)[:, None]
     place = convolved + row * CHANNELS.O_T + channels[None, :]
     tl.store(place, y.to(convolved.dtype.element_ty), mask=exists[:, None] & inputs.inside)
     # A step of at most D + 1 tokens writes no row that another program reads.
-    inputs = Inputs(inputs.x, inputs.window, request.computed, writes[None, :])
+    inputs = convolution.Inputs(inputs.x, inputs.window, request.computed, writes[None, :])
     zero = tl.arange(0, 1)
-    write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
+    convolution.write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
     if STEP.GATES > 0:
         given = a, b, rate, gate_bias, decay, beta, request.first + token, exists
         head_gates(*given, tl.arange(0, STEP.CHANNELS), head, STEP)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels.schedule import find_request
-from attnlib.ops.triton.kernels.state_arguments import StateBatch
+from attnlib.ops.triton.kernels.state_arguments import StateBatch, numbers
 from attnlib.ops.triton.kernels.state_requests import open_request
 
 __all__ = [
@@ -90,36 +90,28 @@ def _chosen(pair):
 def load_inputs(inputs, position, exists, CONFIG: tl.constexpr):
     """Return the pairs of `_load_pair` for each tap of the outputs at positions [N]."""
     W: tl.constexpr = CONFIG.W
-    pairs = ()
-    for tap in tl.static_range(W):
-        pairs = pairs + (_load_pair(inputs, position - (W - 1 - tap), exists, CONFIG),)
-    return pairs
+    return [_load_pair(inputs, position - (W - 1 - tap), exists, CONFIG) for tap in numbers(W)]
 
 
 @triton.jit
 def load_taps(weight, bias, channels, CONFIG: tl.constexpr):
     """Return the weights [CHANNELS] of each tap, and the bias behind them, if there is one."""
-    W: tl.constexpr = CONFIG.W
     inside = channels < CONFIG.C
-    place = weight + channels * CONFIG.W_C
-    taps = ()
-    for tap in tl.static_range(W):
-        taps = taps + (tl.load(place + tap * CONFIG.W_W, mask=inside, other=0.0),)
+    places = [weight + channels * CONFIG.W_C + tap * CONFIG.W_W for tap in numbers(CONFIG.W)]
     if CONFIG.HAS_BIAS:
-        taps = taps + (tl.load(bias + channels, mask=inside, other=0.0),)
-    return taps
+        places = places + [bias + channels]
+    return [tl.load(place, mask=inside, other=0.0) for place in places]
 
 
 @triton.jit
 def convolve(pairs, taps, CONFIG: tl.constexpr):
     """Return the outputs [N, CHANNELS] float32 of what `load_inputs` and `load_taps` return. Each
     has one order of its sum."""
-    W: tl.constexpr = CONFIG.W
     total = _chosen(pairs[0]).to(tl.float32) * taps[0].to(tl.float32)[None, :]
-    for tap in tl.static_range(1, W):
+    for tap in tl.static_range(1, len(pairs)):
         total = total + _chosen(pairs[tap]).to(tl.float32) * taps[tap].to(tl.float32)[None, :]
     if CONFIG.HAS_BIAS:
-        total = total + taps[W].to(tl.float32)[None, :]
+        total = total + taps[len(pairs)].to(tl.float32)[None, :]
     if CONFIG.SILU:
         total = tl.math.div_rn(total, 1.0 + tl.exp(-total))
     return total
@@ -176,9 +168,7 @@ def short_convolution_kernel(
     first = (tile - (start // CONFIG.TOKENS + number)) * CONFIG.TOKENS
     token = first + tl.arange(0, CONFIG.TOKENS)
     place = out + (start + token).to(tl.int64)[:, None] * CONFIG.O_T + channels[None, :]
-    TOKENS: tl.constexpr = CONFIG.TOKENS
-    CHANNELS: tl.constexpr = CONFIG.CHANNELS
-    zeros = tl.zeros([TOKENS, CHANNELS], tl.float32).to(out.dtype.element_ty)
+    zeros = tl.full([CONFIG.TOKENS, CONFIG.CHANNELS], 0.0, out.dtype.element_ty)
     if number == num_reqs:
         tl.store(place, zeros, mask=(start + token < num_tokens)[:, None] & inside)
         return

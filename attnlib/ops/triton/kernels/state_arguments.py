@@ -27,6 +27,7 @@ __all__ = [
     "StateConfig",
     "Tail",
     "Tokens",
+    "numbers",
 ]
 
 DECAY_CONSTANT: tl.constexpr = tl.constexpr(0)
@@ -36,6 +37,18 @@ LEAST_DECAY: tl.constexpr = tl.constexpr(LEAST_LOG_DECAY)
 
 UNALIGNED = ["query_start_loc", "seq_lens", "slots", "sources", "decay", "beta", "skip"]
 """Pointers whose alignment must not select a compilation: slices with arbitrary offsets."""
+
+
+def numbers(count: Any, _semantic: Any = None) -> Any:
+    """The numbers up to `count`, of which a comprehension makes as many tensors.
+
+    Runs in the compiler, where `_semantic` is given, and in the interpreter.
+    """
+    found = range(getattr(count, "value", count))
+    return tuple(found if _semantic is None else map(tl.constexpr, found))
+
+
+numbers.__triton_builtin__ = True  # type: ignore[attr-defined]  # how the compiler finds it
 
 
 class StateConfig(NamedTuple):
@@ -178,14 +191,13 @@ class Chunk(NamedTuple):
     """The inputs of a chunk for one head, without values; rows without a token are 0.
 
     Attributes:
-        q, k: parts [C, PART] as stored; none with RELOAD.
+        parts: queries and keys of each part, [C, PART] as stored; none with RELOAD.
         decay: [C] float32; with decays per channel, parts [C, PART].
         beta: [C] float32.
-        rows, tokens, tail: where `q` and `k` are.
+        rows, tokens, tail: where queries and keys are.
     """
 
-    q: Any
-    k: Any
+    parts: Any
     decay: Any
     beta: Any
     rows: Any

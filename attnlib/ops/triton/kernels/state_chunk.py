@@ -33,9 +33,8 @@ __all__ = ["advance_state", "chunk_factors", "chunk_outputs", "cut", "dot"]
 @triton.jit
 def _inverse_lengths(chunk, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
     """Return 1 / sqrt(sum of squares + EPS) of each query or key, [C] float32."""
-    C: tl.constexpr = CONFIG.C
     root = tl.sqrt_rn(sum_products(chunk, not QUERIES, QUERIES, CONFIG) + CONFIG.EPS)
-    return tl.math.div_rn(tl.full([C], 1.0, tl.float32), root)
+    return tl.math.div_rn(tl.full([CONFIG.C], 1.0, tl.float32), root)
 
 
 @triton.jit
@@ -43,9 +42,7 @@ def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
     """Return the `Factors` of a chunk."""
     C: tl.constexpr = CONFIG.C
     if CONFIG.DECAY == DECAY_CHANNEL:
-        total = ()
-        for part in tl.static_range(len(chunk.decay)):
-            total = total + (running_sum(summable(chunk.decay[part]), CONFIG),)
+        total = [running_sum(summable(decay), CONFIG) for decay in chunk.decay]
     else:
         decay = tl.reshape(summable(chunk.decay), [C, 1])
         total = tl.reshape(running_sum(decay, CONFIG), [C])
@@ -116,13 +113,11 @@ def _sum(acc):
 def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
     """Return (u, o) of a chunk, [ROWS, C] float32; `s` are parts [PART, ROWS], `value` [C,
     ROWS]."""
-    C: tl.constexpr = CONFIG.C
-    ROWS: tl.constexpr = CONFIG.ROWS
     factor_k = factors.norm_k
     if CONFIG.DECAY != DECAY_CHANNEL:
         decay = tl.exp(factors.total)
         factor_k = factor_k * decay
-    zeros = tl.zeros([ROWS, C], tl.float32)
+    zeros = tl.full([CONFIG.ROWS, CONFIG.C], 0.0, tl.float32)
     seen = (zeros, zeros, zeros)
     o = seen
     for part in tl.static_range(len(s)):

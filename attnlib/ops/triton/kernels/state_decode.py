@@ -17,28 +17,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels import stored_state as stored
 from attnlib.ops.triton.kernels.decode_loads import load_group, load_query, state_row_places
+from attnlib.ops.triton.kernels.state_arguments import numbers
 from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
-from attnlib.ops.triton.kernels.state_requests import (
-    open_head,
-    open_tail,
-    part_columns,
-    pass_columns,
-    store_positions,
-)
 from attnlib.ops.triton.kernels.state_rows import (
     choose,
     choose_rows,
     chunk_rows,
     load_chunk,
     load_values,
-)
-from attnlib.ops.triton.kernels.stored_state import (
-    load_state,
-    round_state,
-    settle_state,
-    store_state,
 )
 from attnlib.ops.triton.kernels.token_rows import load_held, load_new, store_row, value_rows
 
@@ -69,8 +59,7 @@ def _go_back(w, o, row, CONFIG: tl.constexpr):
 @triton.jit
 def _go_back_group(w, o, group, CONFIG: tl.constexpr):
     """Return (w, o) before the tokens of what `_load_group` returns."""
-    GROUP: tl.constexpr = CONFIG.GROUP
-    for number in tl.static_range(GROUP):
+    for number in tl.static_range(len(group)):
         w, o = _go_back(w, o, group[number], CONFIG)
     return w, o
 
@@ -78,15 +67,11 @@ def _go_back_group(w, o, group, CONFIG: tl.constexpr):
 @triton.jit
 def _parts_of(w, CONFIG: tl.constexpr):
     """Return the parts of w [1, WARPS, WIDTH], [PART], which every warp has."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    WARPS: tl.constexpr = CONFIG.WARPS
-    warp = tl.arange(0, WARPS)[None, :, None]
+    warp = tl.arange(0, CONFIG.WARPS)[None, :, None]
     row = tl.reshape(tl.sum(tl.where(warp == 0, w, 0.0), axis=1), [w.shape[2]])
-    found = ()
-    for part in tl.static_range(PARTS):
-        # Other operations would spread the layout of w to the state.
-        found = found + (tl.gather(row, part_columns(part, CONFIG), 0),)
-    return found
+    # Other operations would spread the layout of w to the state.
+    parts = [requests.part_columns(part, CONFIG) for part in numbers(CONFIG.PARTS)]
+    return [tl.gather(row, columns, 0) for columns in parts]
 
 
 @triton.jit
@@ -96,11 +81,9 @@ def _multiply_state(s, w, base, CONFIG: tl.constexpr):
     SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     ROWS: tl.constexpr = SPAN // WARPS
     COPIES: tl.constexpr = max(1, 32 // ROWS)
-    PARTS: tl.constexpr = CONFIG.PARTS
-    PART: tl.constexpr = CONFIG.PART
-    products = tl.zeros([SPAN, PART], tl.float32)
+    products = tl.full([SPAN, CONFIG.PART], 0.0, tl.float32)
     columns = _parts_of(w, CONFIG)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(len(s)):
         products += s[part].to(tl.float32) * columns[part][None, :]
     seen = tl.sum(products, axis=1)
     seen = tl.where(tl.full(seen.shape, 0, tl.int32) + base > 0, seen, 0.0)
@@ -111,11 +94,10 @@ def _multiply_state(s, w, base, CONFIG: tl.constexpr):
 @triton.jit
 def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
     """Write what a fork keeps of its source: the state and the tail before the new token."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    source = open_tail(slots.tail, request.source, head, CONFIG)
-    target = open_tail(slots.tail, request.slot, head, CONFIG)
+    source = requests.open_tail(slots.tail, request.source, head, CONFIG)
+    target = requests.open_tail(slots.tail, request.slot, head, CONFIG)
     if base > 0:
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(len(s)):
             place, inside = state_row_places(slots.state, request.slot, head, block, part, CONFIG)
             tl.store(place, s[part], mask=inside)
     for position in range(base, request.computed):
@@ -126,21 +108,21 @@ def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
 @triton.jit
 def _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG: tl.constexpr):
     """Store the state after the chunk at `base`, which the new token fills, ROWS rows at a time."""
-    tail = open_tail(slots.tail, request.source, head, CONFIG)
+    tail = requests.open_tail(slots.tail, request.source, head, CONFIG)
     rows = chunk_rows(request, base, CONFIG)
     chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, scale, CONFIG)
     solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     for number in range(0, CONFIG.PASSES):
-        columns = pass_columns(block, number, CONFIG)
-        s = load_state(slots.state, request.source, head, columns, base, CONFIG)
+        columns = requests.pass_columns(block, number, CONFIG)
+        s = stored.load_state(slots.state, request.source, head, columns, base, CONFIG)
         values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG)).to(tl.float32)
-        s = settle_state(s, base, CONFIG)
+        s = stored.settle_state(s, base, CONFIG)
         u, _ = chunk_outputs(s, chunk, values, factors, solve, pairs, CONFIG)
         if CONFIG.RELOAD:
             tl.debug_barrier()
-        s = round_state(advance_state(s, u, chunk, factors, CONFIG), slots.state, CONFIG)
-        store_state(slots.state, request.slot, head, columns, s, CONFIG)
+        s = stored.round_state(advance_state(s, u, chunk, factors, CONFIG), slots.state)
+        stored.store_state(slots.state, request.slot, head, columns, s, CONFIG)
 
 
 @triton.jit
@@ -160,8 +142,8 @@ def decode_request(
     its output and its slot. `loaded` is what `load_decode` returns of the state at `base`."""
     GROUP: tl.constexpr = CONFIG.GROUP
     head, block = tl.program_id(1) // CONFIG.BLOCKS, tl.program_id(1) % CONFIG.BLOCKS
-    tokens = open_head(tokens, head, CONFIG)
-    tail = open_tail(slots.tail, request.source, head, CONFIG)
+    tokens = requests.open_head(tokens, head, CONFIG)
+    tail = requests.open_tail(slots.tail, request.source, head, CONFIG)
     if FUSED:
         new = load_new(request, tokens, block, CONFIG)
         w = load_query(request, tokens, CONFIG)
@@ -169,7 +151,7 @@ def decode_request(
         new, w = loaded.new, loaded.query
     query = w
     o = tl.zeros_like(new.v.to(tl.float32))
-    group = (new,) + loaded.group
+    group = [new] + loaded.group
     last = request.computed - GROUP
     # Nothing is computed before the loop: the compiler would move it in front of the loads.
     while last >= base:
@@ -194,6 +176,6 @@ def decode_request(
     else:
         if request.source != request.slot:
             _copy_slot(request, base, loaded.rows, slots, head, block, CONFIG)
-        target = open_tail(slots.tail, request.slot, head, CONFIG)
+        target = requests.open_tail(slots.tail, request.slot, head, CONFIG)
         store_row(new, request.computed % CONFIG.RING, target, head, block, CONFIG)
-    store_positions(slots.positions, request, head, block, CONFIG)
+    requests.store_positions(slots.positions, request, head, block, CONFIG)

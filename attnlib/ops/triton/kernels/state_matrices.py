@@ -15,13 +15,13 @@ from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products, summable
 
-__all__ = ["chunk_matrices", "head_products", "key_pairs"]
+__all__ = ["chunk_matrices", "head_products", "invert", "key_pairs"]
 
 
 @triton.jit
 def _channel_products(chunk, CONFIG: tl.constexpr):
     """Return (k . k, q . k) of all pairs of rows with their decays, [C, C], by levels. The first is
-    defined below the diagonal, for delta updates. Products of float32, as in `_invert`."""
+    defined below the diagonal, for delta updates. Products of float32, as in `_product`."""
     LEVELS: tl.constexpr = CONFIG.LEVELS
     PARTS: tl.constexpr = CONFIG.PARTS
     C: tl.constexpr = CONFIG.C
@@ -29,9 +29,7 @@ def _channel_products(chunk, CONFIG: tl.constexpr):
     own = sum_products(chunk, True, True, CONFIG)
     qk = tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
     kk = qk
-    total = ()  # from the beginning of each block
-    for part in tl.static_range(PARTS):
-        total = total + (summable(chunk.decay[part]),)
+    total = [summable(decay) for decay in chunk.decay]  # from the beginning of each block
     for level in tl.static_range(LEVELS):
         upper = is_upper(level, CONFIG)[:, None]
         longer = ()
@@ -76,12 +74,15 @@ def head_products(chunk, factors, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _invert(a, CONFIG: tl.constexpr):
-    """Return (I + a)^-1 of the part of `a` below the diagonal, [C, C].
+def _product(a, b, CONFIG: tl.constexpr):
+    """Return a b. They are too small for matrix instructions: three of TF32 take four times as many
+    instructions as one of float32."""
+    return tl.dot(a, b, input_precision="ieee")
 
-    Its products are too small for matrix instructions: three of TF32 take four times as many
-    instructions as one of float32.
-    """
+
+@triton.jit
+def invert(a, PRODUCT: tl.constexpr, CONFIG: tl.constexpr):
+    """Return (I + a)^-1 of the part of `a` below the diagonal, [C, C]. PRODUCT is a function."""
     LEVELS: tl.constexpr = CONFIG.LEVELS
     C: tl.constexpr = CONFIG.C
     index = tl.arange(0, C)
@@ -89,8 +90,8 @@ def _invert(a, CONFIG: tl.constexpr):
     for level in tl.static_range(LEVELS):
         part = tl.where(joins(level, C), a, 0.0)
         if level > 0:
-            part = tl.dot(inverse, part, input_precision="ieee")
-            part = tl.dot(part, inverse, input_precision="ieee")
+            part = PRODUCT(inverse, part, CONFIG)
+            part = PRODUCT(part, inverse, CONFIG)
         inverse = inverse - part
     return inverse
 
@@ -111,5 +112,5 @@ def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
         kk, qk = head_products(chunk, factors, CONFIG)
     solve = kk
     if CONFIG.DELTA:
-        solve = _invert(key_pairs(kk, chunk, factors.norm_k, CONFIG), CONFIG)
+        solve = invert(key_pairs(kk, chunk, factors.norm_k, CONFIG), _product, CONFIG)
     return solve, qk * factors.norm_k[None, :]

@@ -19,6 +19,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     StateBatch,
     Tail,
     Tokens,
+    numbers,
 )
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
@@ -58,17 +59,19 @@ def prepared_rows(workspace, first, number, head, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def _channels(rows, part: tl.constexpr, CONFIG: tl.constexpr):
+    """Return pointers to the sums of decays of a part of the channels, [C, PART]."""
+    return rows[:, None] + (2 * CONFIG.C + 4 + requests.part_columns(part, CONFIG))[None, :]
+
+
+@triton.jit
 def load_prepared(rows, scale, CONFIG: tl.constexpr):
     """Return (T, P, factors) of a chunk."""
     C: tl.constexpr = CONFIG.C
     matrix = rows[:, None] + tl.arange(0, C)[None, :]
-    PARTS: tl.constexpr = CONFIG.PARTS
     total = tl.load(rows + 2 * C + 2)
     if CONFIG.DECAY == DECAY_CHANNEL:
-        total = ()
-        for part in tl.static_range(PARTS):
-            columns = 2 * C + 4 + requests.part_columns(part, CONFIG)
-            total = total + (tl.load(rows[:, None] + columns[None, :]),)
+        total = [tl.load(_channels(rows, part, CONFIG)) for part in numbers(CONFIG.PARTS)]
     pairs = tl.load(matrix + C)
     factors = Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
     return tl.load(matrix) if CONFIG.DELTA else pairs, pairs, factors
@@ -111,8 +114,7 @@ def state_matrices_kernel(
     tl.store(place + 2 * CONFIG.C + 1, factors.norm_k)
     if CONFIG.DECAY == DECAY_CHANNEL:
         for part in tl.static_range(len(factors.total)):
-            columns = 2 * CONFIG.C + 4 + requests.part_columns(part, CONFIG)
-            tl.store(place[:, None] + columns[None, :], factors.total[part])
+            tl.store(_channels(place, part, CONFIG), factors.total[part])
     else:
         tl.store(place + 2 * CONFIG.C + 2, factors.total)
 

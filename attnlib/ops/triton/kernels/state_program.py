@@ -130,7 +130,7 @@ def _compute_rows(
     if after <= request.end:
         # A state is rounded once for each chunk, whether it is stored or not (T13).
         s = advance_state(s, u, prepared.chunk, prepared.factors, CONFIG)
-        s = stored.round_state(s, state, CONFIG)
+        s = stored.round_state(s, state)
         if after == here.keep:
             stored.store_state(state, request.slot, head, columns, s, CONFIG)
     return s
@@ -140,31 +140,23 @@ def _compute_rows(
 def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.constexpr):
     """Compute the one new token of a request, which is in the chunk that begins at `base`: all
     value rows of the program, ROWS at a time. Each pass loads the rows of the next one first."""
-    PASSES: tl.constexpr = CONFIG.PASSES
     columns = requests.pass_columns(here.block, 0, CONFIG)
     chunk, value = _load(request, base, columns, here, CONFIG)
     prepared = _prepare(chunk, 0, scale, here, CONFIG)
     _store_shared(request, prepared, here, CONFIG)
-    if PASSES == 1:
-        s = stored.settle_state(s, base, CONFIG)
-        _copy_state(request, base, s, slots.state, columns, here, CONFIG)
+    rows = prepared.chunk.rows
+    for number in range(0, CONFIG.PASSES):
+        columns = requests.pass_columns(here.block, number, CONFIG)
+        # Rows after the last ones do not exist.
+        behind = requests.pass_columns(here.block, number + 1, CONFIG)
+        next_s = stored.load_state(slots.state, request.source, here.head, behind, base, CONFIG)
+        next_value = load_values(rows, here.tokens, here.tail, behind, CONFIG)
+        x = stored.settle_state(s, base, CONFIG)
+        _copy_state(request, base, x, slots.state, columns, here, CONFIG)
         _compute_rows(
-            request, base, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
+            request, base, x, value, prepared, slots.state, skip, out, columns, here, CONFIG
         )
-    else:
-        rows = prepared.chunk.rows
-        for number in range(0, PASSES):
-            columns = requests.pass_columns(here.block, number, CONFIG)
-            # Rows after the last ones do not exist.
-            behind = requests.pass_columns(here.block, number + 1, CONFIG)
-            next_s = stored.load_state(slots.state, request.source, here.head, behind, base, CONFIG)
-            next_value = load_values(rows, here.tokens, here.tail, behind, CONFIG)
-            x = stored.settle_state(s, base, CONFIG)
-            _copy_state(request, base, x, slots.state, columns, here, CONFIG)
-            _compute_rows(
-                request, base, x, value, prepared, slots.state, skip, out, columns, here, CONFIG
-            )
-            s, value = next_s, next_value
+        s, value = next_s, next_value
 
 
 @triton.jit

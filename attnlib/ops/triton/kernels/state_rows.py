@@ -14,6 +14,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_HEAD,
     Chunk,
     Rows,
+    numbers,
 )
 from attnlib.ops.triton.kernels.state_requests import part_columns, value_columns
 
@@ -63,12 +64,6 @@ def choose(rows, pair):
 
 
 @triton.jit
-def _load(rows, old, new, columns, SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr):
-    """The same in one step."""
-    return choose(rows, _load_both(rows, old, new, columns, SIZE, OLD, NEW))
-
-
-@triton.jit
 def _load_numbers(rows, old, new, OLD: tl.constexpr, NEW: tl.constexpr):
     """The same of one number for each row, [C]."""
     a = tl.load(old + rows.ring * OLD, mask=rows.held, other=0.0)
@@ -77,16 +72,18 @@ def _load_numbers(rows, old, new, OLD: tl.constexpr, NEW: tl.constexpr):
 
 
 @triton.jit
+def _load_decays(rows, tokens, tail, part: tl.constexpr, CONFIG: tl.constexpr):
+    STRIDE: tl.constexpr = CONFIG.HV * CONFIG.DK
+    columns = part_columns(part, CONFIG)
+    pair = _load_both(rows, tail.decay, tokens.decay, columns, CONFIG.DK, STRIDE, CONFIG.G_T)
+    return choose(rows, pair)
+
+
+@triton.jit
 def _load_decay(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the decays; 0 in rows without a token."""
-    PARTS: tl.constexpr = CONFIG.PARTS
     if CONFIG.DECAY == DECAY_CHANNEL:
-        decay = ()
-        STRIDE: tl.constexpr = CONFIG.HV * CONFIG.DK
-        for part in tl.static_range(PARTS):
-            columns = part_columns(part, CONFIG)
-            x = _load(rows, tail.decay, tokens.decay, columns, CONFIG.DK, STRIDE, CONFIG.G_T)
-            decay = decay + (x,)
+        decay = [_load_decays(rows, tokens, tail, part, CONFIG) for part in numbers(CONFIG.PARTS)]
     elif CONFIG.DECAY == DECAY_CONSTANT:
         decay = tl.where(rows.held | rows.fresh, tl.load(tokens.decay), 0.0)
     else:
@@ -115,7 +112,7 @@ def query_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
     if CONFIG.RELOAD:
         x = _load_queries(chunk.rows, chunk.tokens, part, CONFIG)
     else:
-        x = chunk.q[part]
+        x = chunk.parts[part][0]
     return x
 
 
@@ -126,39 +123,31 @@ def key_part(chunk, part: tl.constexpr, CONFIG: tl.constexpr):
         pair = _load_keys(chunk.rows, chunk.tokens, chunk.tail, part, CONFIG)
         x = choose(chunk.rows, pair)
     else:
-        x = chunk.k[part]
+        x = chunk.parts[part][1]
     return x
 
 
 @triton.jit
 def load_chunk(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the `Chunk` of one head, before `choose_rows`."""
-    PARTS: tl.constexpr = CONFIG.PARTS
-    q = ()
-    k = ()
-    if not CONFIG.RELOAD:
-        for part in tl.static_range(PARTS):
-            q = q + (_load_queries(rows, tokens, part, CONFIG),)
-            k = k + (_load_keys(rows, tokens, tail, part, CONFIG),)
-    C: tl.constexpr = CONFIG.C
-    beta = tl.full([C], 1.0, tl.float32)
+    parts = [
+        (_load_queries(rows, tokens, part, CONFIG), _load_keys(rows, tokens, tail, part, CONFIG))
+        for part in numbers(0 if CONFIG.RELOAD else CONFIG.PARTS)
+    ]
+    beta = tl.full([CONFIG.C], 1.0, tl.float32)
     if CONFIG.HAS_BETA:
         beta = _load_numbers(rows, tail.beta, tokens.beta, CONFIG.HV, CONFIG.B_T)
-    return Chunk(q, k, _load_decay(rows, tokens, tail, CONFIG), beta, rows, tokens, tail)
+    return Chunk(parts, _load_decay(rows, tokens, tail, CONFIG), beta, rows, tokens, tail)
 
 
 @triton.jit
 def choose_rows(chunk, CONFIG: tl.constexpr):
     """Return the `Chunk` that `load_chunk` has loaded, with the rows of the tail or of the step."""
-    PARTS: tl.constexpr = CONFIG.PARTS
     rows = chunk.rows
-    q = ()
-    k = ()
-    if not CONFIG.RELOAD:
-        for part in tl.static_range(PARTS):
-            q = q + (tl.where(rows.fresh[:, None], chunk.q[part], 0.0),)
-            k = k + (choose(rows, chunk.k[part]),)
-    return Chunk(q, k, chunk.decay, chunk.beta, rows, chunk.tokens, chunk.tail)
+    parts = [
+        (tl.where(rows.fresh[:, None], part[0], 0.0), choose(rows, part[1])) for part in chunk.parts
+    ]
+    return Chunk(parts, chunk.decay, chunk.beta, rows, chunk.tokens, chunk.tail)
 
 
 @triton.jit
@@ -209,10 +198,8 @@ def store_chunk(rows, wanted, chunk, tail, head, CONFIG: tl.constexpr):
 @triton.jit
 def clear_tokens(out, first, end, head, block, CONFIG: tl.constexpr):
     """Write 0 to the outputs of tokens [first, end) of one head: the value rows of a program."""
-    C: tl.constexpr = CONFIG.C
-    SPAN: tl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     columns = value_columns(block, CONFIG)
-    zeros = tl.zeros([C, SPAN], tl.float32).to(out.dtype.element_ty)
+    zeros = tl.full([CONFIG.C, CONFIG.ROWS * CONFIG.PASSES], 0.0, out.dtype.element_ty)
     for start in range(first, end, CONFIG.C):
         token = start + tl.arange(0, CONFIG.C)
         inside = (token < end)[:, None] & (columns < CONFIG.DV)[None, :]

@@ -11,36 +11,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, reinterpret
 from attnlib.ops.triton.hopper.kernels.fused_tokens import (
+    convolved_token,
     has_groups,
     load_channels,
-    load_norms,
     load_projections,
-    new_tokens,
     store_normalized,
 )
 from attnlib.ops.triton.hopper.kernels.state_decode import decode_tokens, store_slot
-from attnlib.ops.triton.hopper.kernels.state_memory import (
-    ROWS_LAYOUT,
-    VECTOR,
-    allocate,
-    copy_state,
-    copy_tail,
-    key_layout,
-    state_layout,
-)
-from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, store_outputs
+from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, new_token, store_outputs
+from attnlib.ops.triton.kernels import short_convolution as convolution
+from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.fused_step import FUSED_UNALIGNED, normalize_head, program_channels
-from attnlib.ops.triton.kernels.short_convolution import (
-    Inputs,
-    convolve,
-    load_inputs,
-    load_taps,
-    write_window,
-)
-from attnlib.ops.triton.kernels.state_arguments import Slots, StateBatch, Tail, Tokens
-from attnlib.ops.triton.kernels.state_requests import load_base, open_head, open_request, open_tail
+from attnlib.ops.triton.kernels.state_arguments import Slots, StateBatch, Tail, Tokens, numbers
+from attnlib.ops.triton.kernels.step_parts import load_norm
 
 __all__ = ["fused_decode_kernel"]
 
@@ -60,8 +46,8 @@ def fused_decode_kernel(
     STATE: gl.constexpr = CONFIG.STATE
     STEP: gl.constexpr = CONFIG.STEP
     CHANNELS: gl.constexpr = CONFIG.CONVOLUTION
-    KEYS: gl.constexpr = key_layout(STATE)
-    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(STATE, 1))
+    KEYS: gl.constexpr = memory.key_layout(STATE)
+    ROWS: gl.constexpr = gl.SliceLayout(1, memory.state_layout(STATE, 1))
     # [tokens, channels]: each thread has four channels of all tokens.
     BOTH: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, STATE.WARPS], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, BOTH)
@@ -72,45 +58,52 @@ def fused_decode_kernel(
         first = gl.load(query_start_loc + num_reqs)
         clear_rows(out, first, num_tokens, head, block, ROWS, STATE)
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
         last = request.first + request.count
         clear_rows(out, request.first, last, head, block, ROWS, STATE)
         return
     if request.count <= 0:
         return
-    base = load_base(positions, request, head, block, STATE)
+    base = requests.load_base(positions, request, head, block, STATE)
     element, index = gl.arange(0, CONFIG.ELEMENTS, COLUMN), gl.arange(0, STEP.WIDTH, COLUMN)
     channels, exist, writes = program_channels(element, head, block, CONFIG)
     place = x + request.first.to(gl.int64) * CHANNELS.X_T + channels[None, :]
     held = window + request.source * CHANNELS.WINDOW + channels[None, :]
-    inputs = Inputs(place, held, request.computed, exist[None, :])
+    inputs = convolution.Inputs(place, held, request.computed, exist[None, :])
     token = gl.arange(0, STATE.QUERIES, TOKEN)
     position, exists = request.computed + token, token < request.count
-    pairs = load_inputs(inputs, position, exists, CHANNELS)
-    tokens = open_head(Tokens(x, x, x, decay, beta), head, STATE)
-    projections = load_projections(request, a, b, tokens, head, KEYS, CONFIG)
-    norms = load_norms(request, z, norm_weight, head, index, CONFIG)
+    pairs = convolution.load_inputs(inputs, position, exists, CHANNELS)
+    tokens = requests.open_head(Tokens(x, x, x, decay, beta), head, STATE)
+    new_rows = [new_token(request, query) for query in numbers(STATE.QUERIES)]
+    projections = [load_projections(row, a, b, tokens, head, KEYS, CONFIG) for row in new_rows]
+    norms = new_rows
+    if has_groups(CONFIG):
+        norms = [load_norm(z, norm_weight, row, head, index, STEP) for row in new_rows]
     partition_barrier()  # ptxas would put these loads behind the copies
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
-    tail = open_tail(tails, request.source, head, STATE)
-    shared = allocate(tails, STATE)
-    copy_tail(shared, request, base, tokens, tail, block, STATE)
-    copy_state(shared, state, request.source, head, block, base, STATE)
+    tail = requests.open_tail(tails, request.source, head, STATE)
+    shared = memory.allocate(tails, STATE)
+    memory.copy_tail(shared, request, base, tokens, tail, block, STATE)
+    memory.copy_state(shared, state, request.source, head, block, base, STATE)
     # What waits for new tokens also waits for these, so that no copy waits.
-    taps, speed, shift = load_taps(weight, bias, channels, CHANNELS), scale, scale
+    taps, speed, shift = convolution.load_taps(weight, bias, channels, CHANNELS), scale, scale
     if STEP.GATES != 0:
         speed = gl.load(rate + head).to(gl.float32)
         shift = load_channels(gate_bias, head, KEYS, STATE)
     # A step of at most D + 1 tokens writes no row that another program reads.
-    inputs = Inputs(place, held, request.computed, writes[None, :])
+    inputs = convolution.Inputs(place, held, request.computed, writes[None, :])
     zero = gl.arange(0, 1, TOKEN)
-    write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
+    convolution.write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
     KIND: gl.constexpr = x.dtype.element_ty
     SHAPE: gl.constexpr = [STATE.QUERIES, CONFIG.ELEMENTS]
-    rows = gl.allocate_shared_memory(KIND, SHAPE, VECTOR)
-    reinterpret(rows, KIND, SHAPE, ROWS_LAYOUT).store(convolve(pairs, taps, CHANNELS).to(KIND))
-    new, queries = new_tokens(rows, projections, speed, shift, KEYS, ROWS, CONFIG)
+    rows = gl.allocate_shared_memory(KIND, SHAPE, memory.VECTOR)
+    y = convolution.convolve(pairs, taps, CHANNELS).to(KIND)
+    reinterpret(rows, KIND, SHAPE, memory.ROWS_LAYOUT).store(y)
+    gates = [(each, speed, shift) for each in projections]
+    given = [(rows.index(n), gates[n]) for n in numbers(STATE.QUERIES)]
+    pairs = [convolved_token(*each, KEYS, ROWS, CONFIG) for each in given]
+    new, queries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, STATE)
     if has_groups(CONFIG):
         store_normalized(outputs, norms, request, out, head, index, CONFIG)

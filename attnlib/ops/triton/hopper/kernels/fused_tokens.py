@@ -5,16 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.state_slots import Token, load_gates, new_token
+from attnlib.ops.triton.hopper.kernels.state_slots import Token, load_gates
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
-from attnlib.ops.triton.kernels.step_parts import load_norm, normalized, step_beta, step_decay
+from attnlib.ops.triton.kernels.step_parts import normalized, step_beta, step_decay
 
 __all__ = [
+    "convolved_token",
     "has_groups",
     "load_channels",
-    "load_norms",
     "load_projections",
-    "new_tokens",
     "store_normalized",
 ]
 
@@ -27,23 +26,18 @@ def has_groups(CONFIG):
 
 
 @gluon.jit
-def load_projections(request, a, b, tokens, head, KEYS: gl.constexpr, CONFIG: gl.constexpr):
-    """Return what `_gates` takes of the new tokens: projections, or (decay, beta) as given."""
+def load_projections(token, a, b, tokens, head, KEYS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return what `_gates` takes of a new token: projections, or (decay, beta) as given."""
     STATE: gl.constexpr = CONFIG.STATE
     STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = STATE.QUERIES
-    found = ()
-    for number in gl.static_range(QUERIES):
-        token = new_token(request, number)
-        if STEP.GATES == 0:
-            found = found + (load_gates(token, tokens, KEYS, STATE),)
-        else:
-            x = load_channels(a + token * STEP.A_T, head, KEYS, STATE)
-            y = x
-            if STEP.HAS_BETA and STEP.GATES != 3:
-                y = gl.load(b + token * STEP.B_T + head)
-            found = found + ((x, y),)
-    return found
+    if STEP.GATES == 0:
+        x, y = load_gates(token, tokens, KEYS, STATE)
+    else:
+        x = load_channels(a + token * STEP.A_T, head, KEYS, STATE)
+        y = x
+        if STEP.HAS_BETA and STEP.GATES != 3:
+            y = gl.load(b + token * STEP.B_T + head)
+    return x, y
 
 
 @gluon.jit
@@ -73,46 +67,22 @@ def _gates(projections, rate, shift, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def new_tokens(rows, projections, rate, shift, KEYS: gl.constexpr, ROWS, CONFIG: gl.constexpr):
-    """Return the `Token` of all new tokens and their queries, from convolved `rows`."""
+def convolved_token(row, gates, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the `Token` of a new token and its query, from its convolved channels and arguments of
+    `_gates`."""
     STATE: gl.constexpr = CONFIG.STATE
-    SPAN: gl.constexpr = STATE.ROWS * STATE.PASSES
-    QUERIES: gl.constexpr = STATE.QUERIES
-    ks = ()
-    vs = ()
-    decays = ()
-    betas = ()
-    queries = ()
-    for number in gl.static_range(QUERIES):
-        row = rows.index(number)
-        queries = queries + (row.slice(0, STATE.DK).load(KEYS).to(gl.float32),)
-        ks = ks + (row.slice(CONFIG.WIDTH, STATE.DK).load(KEYS),)
-        vs = vs + (row.slice(2 * CONFIG.WIDTH, SPAN).load(ROWS),)
-        decay, beta = _gates(projections[number], rate, shift, CONFIG)
-        decays = decays + (decay,)
-        betas = betas + (beta,)
-    return Token(ks, vs, decays, betas), queries
-
-
-@gluon.jit
-def load_norms(request, z, weight, head, index, CONFIG: gl.constexpr):
-    """Return what `load_norm` returns of each new token, if the program has its group."""
-    STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = CONFIG.STATE.QUERIES
-    found = ()
-    if has_groups(CONFIG):
-        for number in gl.static_range(QUERIES):
-            token = new_token(request, number)
-            found = found + (load_norm(z, weight, token, head, index, STEP),)
-    return found
+    query = row.slice(0, STATE.DK).load(KEYS).to(gl.float32)
+    k = row.slice(CONFIG.WIDTH, STATE.DK).load(KEYS)
+    v = row.slice(2 * CONFIG.WIDTH, STATE.ROWS * STATE.PASSES).load(ROWS)
+    decay, beta = _gates(*gates, CONFIG)
+    return Token(k, v, decay, beta), query
 
 
 @gluon.jit
 def store_normalized(outputs, norms, request, out, head, index, CONFIG: gl.constexpr):
     """Normalize and store the outputs of the new tokens that exist."""
     STEP: gl.constexpr = CONFIG.STEP
-    QUERIES: gl.constexpr = CONFIG.STATE.QUERIES
-    for number in gl.static_range(QUERIES):
+    for number in gl.static_range(len(outputs)):
         if number < request.count:
             x = gl.convert_layout(outputs[number].to(out.dtype.element_ty), index.type.layout)
             gate, factor = norms[number]

@@ -14,34 +14,25 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, wait_for_copies
 from attnlib.ops.triton.hopper.kernels.state_fill import fill_chunk
-from attnlib.ops.triton.hopper.kernels.state_memory import (
-    allocate,
-    copy_state,
-    copy_tail,
-    gates,
-    key_layout,
-    multiply_state,
-    state_layout,
-)
 from attnlib.ops.triton.hopper.kernels.state_slots import (
     Token,
     clear_rows,
     copy_slot,
-    load_tokens,
+    load_token,
     store_outputs,
     store_token,
-    token_of,
 )
-from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, Slots, StateBatch, Tail, Tokens
-from attnlib.ops.triton.kernels.state_requests import (
-    kept_state,
-    load_base,
-    open_head,
-    open_request,
-    open_tail,
-    store_positions,
+from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels.state_arguments import (
+    UNALIGNED,
+    Slots,
+    StateBatch,
+    Tail,
+    Tokens,
+    numbers,
 )
 
 __all__ = ["copied_decode_kernel", "decode_tokens", "store_slot"]
@@ -60,7 +51,6 @@ def _dot(a, b):
 def _go_back(ws, os, token, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     """Return (w, o) of the queries from number FIRST on before a `Token`, see
     `kernels.state_decode`, and the others as they are."""
-    QUERIES: gl.constexpr = len(ws)
     k, v = token.k.to(gl.float32), token.v.to(gl.float32)
     norm = 1.0
     if CONFIG.NORM:
@@ -68,7 +58,7 @@ def _go_back(ws, os, token, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     factor = gl.exp(token.decay)
     before = ()
     outputs = ()
-    for number in gl.static_range(QUERIES):
+    for number in gl.static_range(len(ws)):
         w, o = ws[number], os[number]
         if number >= FIRST:
             c = _dot(k, w) * (norm * token.beta)
@@ -82,17 +72,6 @@ def _go_back(ws, os, token, FIRST: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _lengths(queries, scale, CONFIG: gl.constexpr):
-    """Return the scale divided by the length of each query."""
-    QUERIES: gl.constexpr = len(queries)
-    factors = ()
-    for number in gl.static_range(QUERIES):
-        query = queries[number]
-        factors = factors + (scale * gl.rsqrt(_dot(query, query) + CONFIG.EPS),)
-    return factors
-
-
-@gluon.jit
 def _go_through(
     ws, os, shared, count, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr
 ):
@@ -102,41 +81,37 @@ def _go_through(
         for number in gl.static_range(GROUP):
             row = group * GROUP + number
             k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
-            decay, beta = gates(shared, group, number, KEYS, CONFIG)
+            decay, beta = memory.gates(shared, group, number, KEYS, CONFIG)
             ws, os = _go_back(ws, os, Token(k, v, decay, beta), 0, CONFIG)
     return ws, os
 
 
 @gluon.jit
 def decode_tokens(request, base, new, queries, shared, skip, scale, CONFIG: gl.constexpr):
-    """Return the outputs [ROWS * PASSES] of the new tokens, a `Token`, float32. Copies of tail and
+    """Return the outputs [ROWS * PASSES] of the new tokens, `Token`s, float32. Copies of tail and
     state are under way; `skip` points to that of the head."""
-    QUERIES: gl.constexpr = CONFIG.QUERIES
-    SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    KEYS: gl.constexpr = key_layout(CONFIG)
-    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(CONFIG, 1))
+    QUERIES: gl.constexpr = len(queries)
+    KEYS: gl.constexpr = memory.key_layout(CONFIG)
+    ROWS: gl.constexpr = gl.SliceLayout(1, memory.state_layout(CONFIG, 1))
     ws = queries
-    os = ()
-    factors = ()
-    for _number in gl.static_range(QUERIES):
-        os = os + (gl.zeros([SPAN], gl.float32, ROWS),)
-        factors = factors + (scale,)
+    os = [gl.full([CONFIG.ROWS * CONFIG.PASSES], 0.0, gl.float32, ROWS) for query in queries]
+    factors = [scale for query in queries]
     # Always true. ptxas would put this in front of the copies, which would wait for the tokens; it
     # moves nothing over a branch.
     if request.end > 0:
         for last in gl.static_range(QUERIES - 1, -1, -1):
-            ws, os = _go_back(ws, os, token_of(new, last), last, CONFIG)
+            ws, os = _go_back(ws, os, new[last], last, CONFIG)
         if CONFIG.NORM:
-            factors = _lengths(queries, scale, CONFIG)
+            factors = [scale * gl.rsqrt(_dot(query, query) + CONFIG.EPS) for query in queries]
     wait_for_copies(1)
     ws, os = _go_through(ws, os, shared, request.computed - base, KEYS, ROWS, CONFIG)
     wait_for_copies(0)
     outputs = ()
     for number in gl.static_range(QUERIES):
-        o = os[number] + multiply_state(shared, ws[number], number, CONFIG)
+        o = os[number] + memory.multiply_state(shared, ws[number], number, CONFIG)
         o = o * factors[number]
         if CONFIG.HAS_SKIP:
-            o = gl.fma(new.v[number].to(gl.float32), gl.load(skip).to(gl.float32), o)
+            o = gl.fma(new[number].v.to(gl.float32), gl.load(skip).to(gl.float32), o)
         outputs = outputs + (o,)
     return outputs
 
@@ -146,26 +121,24 @@ def store_slot(
     request, base, new, shared, slots, head, block, KEYS: gl.constexpr, ROWS, CONFIG: gl.constexpr
 ):
     """Write what the step leaves in the slot."""
-    QUERIES: gl.constexpr = CONFIG.QUERIES
-    kept = kept_state(request, CONFIG)
+    kept = requests.kept_state(request, CONFIG)
     has_tail = kept <= base
     if CONFIG.D > 0:
         has_tail = request.end > kept
     if has_tail:
-        target = open_tail(slots.tail, request.slot, head, CONFIG)
+        target = requests.open_tail(slots.tail, request.slot, head, CONFIG)
         if request.source != request.slot:
             copy_slot(
                 shared, request, base, kept, slots.state, target, head, block, KEYS, ROWS, CONFIG
             )
-        for number in gl.static_range(QUERIES):
+        for number in gl.static_range(len(new)):
             position = request.computed + number
             if (position >= kept) & (position < request.end):
-                one = token_of(new, number)
-                store_token(one, position, target, head, block, KEYS, ROWS, CONFIG)
+                store_token(new[number], position, target, head, block, KEYS, ROWS, CONFIG)
     if kept > base:  # changes shared memory
         count = request.computed - base
-        fill_chunk(shared, token_of(new, 0), count, slots.state, request.slot, head, block, CONFIG)
-    store_positions(slots.positions, request, head, block, CONFIG)
+        fill_chunk(shared, new[0], count, slots.state, request.slot, head, block, CONFIG)
+    requests.store_positions(slots.positions, request, head, block, CONFIG)
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
@@ -179,30 +152,32 @@ def copied_decode_kernel(
     CONFIG is a `StateConfig` with GROUP, for heads whose rows fill the programs. Arguments and grid
     are those of `state_step_kernel`. Files: `state_memory`, `state_slots`, `state_fill`.
     """
-    KEYS: gl.constexpr = key_layout(CONFIG)
-    ROWS: gl.constexpr = gl.SliceLayout(1, state_layout(CONFIG, 1))
+    KEYS: gl.constexpr = memory.key_layout(CONFIG)
+    ROWS: gl.constexpr = gl.SliceLayout(1, memory.state_layout(CONFIG, 1))
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     if number == num_reqs:
         first = gl.load(query_start_loc + num_reqs)
         clear_rows(out, first, num_tokens, head, block, ROWS, CONFIG)
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
         last = request.first + request.count
         clear_rows(out, request.first, last, head, block, ROWS, CONFIG)
         return
     if request.count <= 0:
         return
-    base = load_base(positions, request, head, block, CONFIG)
-    tokens = open_head(Tokens(q, k, v, decay, beta), head, CONFIG)
+    base = requests.load_base(positions, request, head, block, CONFIG)
+    tokens = requests.open_head(Tokens(q, k, v, decay, beta), head, CONFIG)
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
-    tail = open_tail(tails, request.source, head, CONFIG)
-    shared = allocate(tail, CONFIG)
-    new, queries = load_tokens(request, tokens, block, KEYS, ROWS, CONFIG)
+    tail = requests.open_tail(tails, request.source, head, CONFIG)
+    shared = memory.allocate(tail, CONFIG)
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    pairs = [load_token(request, n, tokens, block, KEYS, ROWS, CONFIG) for n in numbers(QUERIES)]
+    new, queries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     partition_barrier()  # ptxas would put these loads behind the copies
-    copy_tail(shared, request, base, tokens, tail, block, CONFIG)
-    copy_state(shared, state, request.source, head, block, base, CONFIG)
+    memory.copy_tail(shared, request, base, tokens, tail, block, CONFIG)
+    memory.copy_state(shared, state, request.source, head, block, base, CONFIG)
     outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, CONFIG)
     store_outputs(outputs, request, out, head, block, ROWS, CONFIG)
     slots_of = Slots(state, positions, tails)

@@ -37,7 +37,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     Tail,
     Tokens,
 )
-from attnlib.ops.triton.kernels.state_matrices import head_products, key_pairs
+from attnlib.ops.triton.kernels.state_matrices import head_products, invert, key_pairs
 from attnlib.ops.triton.kernels.state_sums import summable
 
 __all__ = ["factor_size", "long_matrices_kernel", "plane_size"]
@@ -58,9 +58,8 @@ def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
         decay = pieces.load_numbers(part, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T, CONFIG)
     columns = requests.part_columns(0, CONFIG)
     k = pieces.load_keys(part, tokens, tail, columns, CONFIG)
-    return Chunk(
-        (pieces.load_queries(part, tokens, columns, CONFIG),), (k,), decay, beta, 0, tokens, tail
-    )
+    q = pieces.load_queries(part, tokens, columns, CONFIG)
+    return Chunk(((q, k),), decay, beta, 0, tokens, tail)
 
 
 @triton.jit
@@ -69,7 +68,8 @@ def _factors(chunk, scale, CONFIG: tl.constexpr):
     norm_q = tl.full([CONFIG.C], 1.0, tl.float32)
     norm_k = norm_q
     if CONFIG.NORM:
-        q, k = chunk.q[0].to(tl.float32), chunk.k[0].to(tl.float32)
+        q, k = chunk.parts[0]
+        q, k = q.to(tl.float32), k.to(tl.float32)
         norm_q = tl.rsqrt(tl.sum(q * q, 1) + CONFIG.EPS)
         norm_k = tl.rsqrt(tl.sum(k * k, 1) + CONFIG.EPS)
     return Factors(tl.cumsum(summable(chunk.decay), 0), norm_q * scale, norm_k)
@@ -135,5 +135,6 @@ def long_matrices_kernel(
     qk = qk * given.norm_q[:, None] * given.norm_k[None, :]
     pieces.store_parts(plane, row, qk, C, CONFIG)
     if CONFIG.DELTA:
-        solve = pieces.invert(key_pairs(kk, chunk, given.norm_k, CONFIG), CONFIG)
+        pairs = key_pairs(kk, chunk, given.norm_k, CONFIG)
+        solve = invert(pairs, pieces.product, CONFIG)
         pieces.store_parts(plane + 2 * C * C, row, solve, C, CONFIG)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import commit_copies, copy_to_shared, reinterpret
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
+from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT, numbers
 
 __all__ = [
     "PART_KEYS",
@@ -203,10 +203,8 @@ def gates(shared, group, number, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 def row_parts(memory, LAYOUT: gl.constexpr):
     """Return the parts [32] of a row in shared memory, in float32."""
     PARTS: gl.constexpr = memory.shape[0] // PART_KEYS
-    found = ()
-    for part in gl.static_range(PARTS):
-        found = found + (memory.slice(part * PART_KEYS, PART_KEYS).load(LAYOUT).to(gl.float32),)
-    return found
+    rows = [memory.slice(part * PART_KEYS, PART_KEYS) for part in numbers(PARTS)]
+    return [row.load(LAYOUT).to(gl.float32) for row in rows]
 
 
 @gluon.jit

@@ -10,21 +10,21 @@ import triton.language as tl
 
 from attnlib.ops.triton.kernels.state_chunk import cut, dot
 from attnlib.ops.triton.kernels.state_requests import kept_state
-from attnlib.ops.triton.kernels.state_sums import joins
 
 __all__ = [
     "Part",
     "count_chunks",
-    "invert",
     "load",
     "load_keys",
     "load_numbers",
     "load_queries",
     "multiply",
     "open_part",
+    "product",
     "parts_of",
     "store_parts",
     "store_rows",
+    "token_places",
     "wanted_rows",
 ]
 
@@ -76,15 +76,22 @@ def wanted_rows(part, which: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
-    """Return columns of the rows of a chunk, [C, columns], from the tail or from the step, 0 where
-    there is no token. OLD and NEW are the strides of rows."""
-    row = tl.arange(0, CONFIG.C)
+def token_places(part, row, columns, old, new, OLD, NEW, CONFIG: tl.constexpr):
+    """Return (pointers, mask) of columns of rows of a chunk in the tail or in the step. OLD and NEW
+    are the strides of rows."""
     # Triton 3.9 does not know the alignment of rows of which each has its choice.
     ring = old + (((part.start + row) % CONFIG.RING) * OLD)[:, None] + columns[None, :]
     place = new + ((part.token + row) * NEW)[:, None] + columns[None, :]
     place = tl.where((row < part.held)[:, None], ring, place)
-    return tl.load(place, mask=(row < part.stop - part.start)[:, None], other=0.0)
+    return place, (row < part.stop - part.start)[:, None]
+
+
+@triton.jit
+def load(part, old, new, columns, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
+    """Return columns of the rows of a chunk, [C, columns], 0 where there is no token."""
+    row = tl.arange(0, CONFIG.C)
+    place, exists = token_places(part, row, columns, old, new, OLD, NEW, CONFIG)
+    return tl.load(place, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -125,20 +132,10 @@ def multiply(a, b, acc, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def invert(a, CONFIG: tl.constexpr):
-    """Return (I + a)^-1 of the part of `a` [C, C] below the diagonal, as `state_matrices`."""
-    C: tl.constexpr = CONFIG.C
-    LEVELS: tl.constexpr = CONFIG.LEVELS
-    index = tl.arange(0, C)
-    inverse = (index[:, None] == index[None, :]).to(tl.float32)
-    zeros = tl.zeros([C, C], tl.float32)
-    for level in tl.static_range(LEVELS):
-        part = tl.where(joins(level, C), a, 0.0)
-        if level > 0:
-            part = multiply(parts_of(inverse), parts_of(tl.trans(part)), zeros, CONFIG)
-            part = multiply(parts_of(part), parts_of(tl.trans(inverse)), zeros, CONFIG)
-        inverse -= part
-    return inverse
+def product(a, b, CONFIG: tl.constexpr):
+    """Return a b [C, C]."""
+    zeros = tl.full([CONFIG.C, CONFIG.C], 0.0, tl.float32)
+    return multiply(parts_of(a), parts_of(tl.trans(b)), zeros, CONFIG)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from attnlib.ops.triton.hopper.kernels.compat import reinterpret
 from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS, ROWS_LAYOUT, VECTOR
 from attnlib.ops.triton.hopper.kernels.state_slots import store_state
-from attnlib.ops.triton.kernels.state_arguments import LEAST_DECAY
+from attnlib.ops.triton.kernels.state_chunk import cut
+from attnlib.ops.triton.kernels.state_sums import summable
 
 __all__ = ["fill_by_products"]
 
@@ -59,12 +60,6 @@ def _add(a, b):
 
 
 @gluon.jit
-def _summable(decay):
-    """As `kernels.state_sums.summable`."""
-    return gl.where(decay < LEAST_DECAY, LEAST_DECAY, decay)
-
-
-@gluon.jit
 def _factors(shared, new, CONFIG: gl.constexpr):
     """Return the `Factors` of a chunk, each thread with all of them."""
     UNIT: gl.constexpr = CONFIG.UNIT
@@ -76,8 +71,8 @@ def _factors(shared, new, CONFIG: gl.constexpr):
         held = reinterpret(shared.betas, gl.float32, [UNIT], VECTOR).load(NUMBERS)
         beta = gl.where(is_new, new.beta, held)
     held = reinterpret(shared.decays, gl.float32, [UNIT], VECTOR).load(NUMBERS)
-    held = gl.where(is_new, 0.0, _summable(held))
-    newest = _summable(new.decay)
+    held = gl.where(is_new, 0.0, summable(held))
+    newest = summable(new.decay)
     sums = gl.associative_scan(held, 0, _add)
     whole = gl.sum(held, 0) + newest
     after = gl.where(is_new, 0.0, sums - held + newest)
@@ -95,30 +90,16 @@ def _factors(shared, new, CONFIG: gl.constexpr):
 @gluon.jit
 def _laid_out(factors, LAYOUT: gl.constexpr):
     """Return `Factors` in a layout."""
-    return Factors(
-        gl.convert_layout(factors.beta, LAYOUT),
-        gl.convert_layout(factors.norm, LAYOUT),
-        gl.convert_layout(factors.total, LAYOUT),
-        gl.convert_layout(factors.after, LAYOUT),
-        gl.convert_layout(factors.time, LAYOUT),
-    )
-
-
-@gluon.jit
-def _cut(x):
-    """Return the upper 16 bits of float32 numbers as bfloat16, and the rest of the numbers."""
-    bits = x.to(gl.int32, bitcast=True)
-    high = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return high, x - (bits & -65536).to(gl.float32, bitcast=True)
+    return Factors(*[gl.convert_layout(x, LAYOUT) for x in factors])
 
 
 @gluon.jit
 def _multiply(x, rows, acc, CONFIG: gl.constexpr):
     """Return acc + x rows; x is float32."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, _product_layout(CONFIG), 2)
-    high, rest = _cut(gl.convert_layout(x, OPERAND))
-    middle, rest = _cut(rest)
-    low, _ = _cut(rest)
+    high, rest = cut(gl.convert_layout(x, OPERAND))
+    middle, rest = cut(rest)
+    low, _ = cut(rest)
     return mma_v2(high, rows, mma_v2(middle, rows, mma_v2(low, rows, acc)))
 
 

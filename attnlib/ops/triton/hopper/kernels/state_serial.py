@@ -29,6 +29,7 @@ from attnlib.ops.triton.kernels.state_arguments import (
     StateBatch,
     Tail,
     Tokens,
+    numbers,
 )
 
 __all__ = ["serial_step_kernel"]
@@ -57,11 +58,8 @@ def _multiply(a, b, acc, EMPTY: gl.constexpr):
 @gluon.jit
 def _tiles(tiles, first, COUNT: gl.constexpr, TURNED: gl.constexpr):
     """Return COUNT tiles as right operands of `_multiply`."""
-    found = ()
-    for number in gl.static_range(COUNT):
-        tile = tiles.index(first + number)
-        found = found + (tile.permute((1, 0)) if TURNED else tile,)
-    return found
+    found = [tiles.index(first + number) for number in numbers(COUNT)]
+    return [tile.permute((1, 0)) if TURNED else tile for tile in found]
 
 
 @gluon.jit

@@ -15,18 +15,17 @@ __all__ = [
     "clear_rows",
     "copy_slot",
     "load_gates",
-    "load_tokens",
+    "load_token",
     "new_token",
     "store_outputs",
     "store_state",
     "store_token",
-    "token_of",
 ]
 
 
 class Token(NamedTuple):
     """The inputs of a token for one head: k [DK] and v [ROWS * PASSES] as stored, the decay, a
-    number or [DK], and beta; of several tokens, tuples of them."""
+    number or [DK], and beta."""
 
     k: Any
     v: Any
@@ -59,40 +58,24 @@ def load_gates(token, tokens, KEYS: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_tokens(request, tokens, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
-    """Return the `Token` of all new tokens, and their queries [DK] float32, see `new_token`."""
+def load_token(request, number: gl.constexpr, tokens, block, KEYS: gl.constexpr, ROWS, CONFIG):
+    """Return the `Token` of a new token and its query [DK] float32, see `new_token`."""
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    QUERIES: gl.constexpr = CONFIG.QUERIES
     key, row = gl.arange(0, CONFIG.DK, KEYS), gl.arange(0, SPAN, ROWS)
-    ks = ()
-    vs = ()
-    decays = ()
-    betas = ()
-    queries = ()
-    for number in gl.static_range(QUERIES):
-        token = new_token(request, number)
-        ks = ks + (gl.load(tokens.k + token * CONFIG.K_T + key),)
-        queries = queries + (gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32),)
-        vs = vs + (gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + row),)
-        decay, beta = load_gates(token, tokens, KEYS, CONFIG)
-        decays = decays + (decay,)
-        betas = betas + (beta,)
-    return Token(ks, vs, decays, betas), queries
-
-
-@gluon.jit
-def token_of(new, number: gl.constexpr):
-    """Return the `Token` of one of several."""
-    return Token(new.k[number], new.v[number], new.decay[number], new.beta[number])
+    token = new_token(request, number)
+    k = gl.load(tokens.k + token * CONFIG.K_T + key)
+    query = gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32)
+    v = gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + row)
+    decay, beta = load_gates(token, tokens, KEYS, CONFIG)
+    return Token(k, v, decay, beta), query
 
 
 @gluon.jit
 def store_outputs(outputs, request, out, head, block, ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """Store the outputs of the new tokens that exist."""
-    QUERIES: gl.constexpr = CONFIG.QUERIES
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     place = out + head * CONFIG.O_H + block * SPAN + gl.arange(0, SPAN, ROWS)
-    for number in gl.static_range(QUERIES):
+    for number in gl.static_range(len(outputs)):
         if number < request.count:
             row = place + (request.first.to(gl.int64) + number) * CONFIG.O_T
             gl.store(row, outputs[number].to(out.dtype.element_ty))
@@ -101,12 +84,11 @@ def store_outputs(outputs, request, out, head, block, ROWS: gl.constexpr, CONFIG
 @gluon.jit
 def store_state(s, state, slot, head, block, first, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     """Store parts [rows, 32] of the state from row `first` of this program on."""
-    PARTS: gl.constexpr = len(s)
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     row = gl.arange(0, s[0].shape[0], gl.SliceLayout(1, LAYOUT)) * CONFIG.DK
     base = state + slot * CONFIG.STATE + (head * CONFIG.DV + block * SPAN + first) * CONFIG.DK
     place = base + row[:, None] + gl.arange(0, PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(len(s)):
         gl.store(place + part * PART_KEYS, s[part])
 
 

@@ -12,7 +12,7 @@ from attnlib.ops.triton.hopper.kernels.compat import (
 )
 from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
-from attnlib.ops.triton.hopper.kernels.state_pieces import open_part, wanted_rows
+from attnlib.ops.triton.hopper.kernels.state_pieces import open_part, token_places, wanted_rows
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 
 __all__ = ["WARPS", "Stages", "allocate", "load_chunks"]
@@ -85,11 +85,8 @@ def _copy_tokens(target, part, old, new, OLD: gl.constexpr, NEW: gl.constexpr, C
     LAYOUT: gl.constexpr = copy_layout(target.shape[1], 8, WARPS)
     row = gl.arange(0, CONFIG.C, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
-    # Triton 3.9 does not know the alignment of rows of which each has its choice.
-    ring = old + (((part.start + row) % CONFIG.RING) * OLD)[:, None] + columns[None, :]
-    place = new + ((part.token + row) * NEW)[:, None] + columns[None, :]
-    place = gl.where((row < part.held)[:, None], ring, place)
-    copy_to_shared(target, place, mask=(row < part.stop - part.start)[:, None])
+    place, exists = token_places(part, row, columns, old, new, OLD, NEW, CONFIG)
+    copy_to_shared(target, place, mask=exists)
 
 
 @gluon.jit
