@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.metadata.states import StateMetadata
-from attnlib.ops.states import RecurrenceParams
+from attnlib.ops.states import RecurrenceParams, Taps
 from attnlib.ops.states.inputs import StateInputs
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.torch.states.step_parts import gated_norm, state_gates
@@ -79,14 +79,21 @@ class StateImpl(ABC):
     @property
     def params(self) -> RecurrenceParams:
         """The parameters of the recurrence, for the operations of `attnlib.ops`."""
-        spec, skip = self.spec, self.owner.skip
+        spec = self.spec
         return RecurrenceParams(
             scale=self.scale,
             update=spec.update,
             qk_norm=spec.qk_norm,
-            skip=skip,
+            skip=self.owner.skip,
             is_invariant=spec.batch_invariant,
         )
+
+    @property
+    def taps(self) -> Taps:
+        """The same of the convolution."""
+        weight = self.owner.conv_weight
+        assert weight is not None  # the layer checks it
+        return Taps(weight, self.owner.conv_bias, self.spec.conv_activation)
 
     @abstractmethod
     def step(
@@ -160,14 +167,4 @@ class StateOperations(StateImpl):
         self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
         """See `StateImpl.convolve`."""
-        owner = self.owner
-        assert owner.conv_weight is not None  # the layer checks it
-        self.short_convolution(
-            x,
-            owner.conv_weight,
-            owner.conv_bias,
-            cache.tensors,
-            metadata.batch,
-            activation=self.spec.conv_activation,
-            out=output,
-        )
+        self.short_convolution(x, self.taps, cache.tensors, metadata.batch, out=output)

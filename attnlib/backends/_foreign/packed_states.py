@@ -61,9 +61,9 @@ class PackedStateImpl(StateOperations):
     """A layer on such a function, which `recur` calls."""
 
     @staticmethod
-    def short_convolution(x: Tensor, *arguments: Any, **named: Any) -> None:
+    def short_convolution(x: Tensor, *arguments: Any, out: Tensor) -> None:
         """attnlib's own."""
-        operation("states.short_convolution", "short_convolution", x)(x, *arguments, **named)
+        operation("states.short_convolution", "short_convolution", x)(x, *arguments, out=out)
 
     @abstractmethod
     def recur(
@@ -97,7 +97,6 @@ class PackedStateImpl(StateOperations):
         if step is None:
             return
         stored, positions = cache.tensors.state, cache.tensors.positions
-        assert stored is not None and positions is not None  # the layer has a recurrence
         states = stored[step.sources, step.numbers].float().masked_fill(step.fresh, 0.0)
         if len(step.copied):
             place = step.slots[step.copied], step.numbers[step.copied]

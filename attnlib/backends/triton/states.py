@@ -32,8 +32,7 @@ class TritonStateImpl(StateOperations):
         """The launches of the batch, for all layers of the group."""
         if not output.numel():
             return type(self).step
-        tensors, batch = cache.tensors, metadata.batch
-        prepared = PreparedStep(inputs, tensors, batch, self.params, out=output)
+        prepared = PreparedStep(inputs, cache.tensors, metadata.batch, self.params, output)
         return lambda impl, inputs, cache, metadata, output: prepared.run(
             inputs, cache.tensors, metadata.batch, impl.owner.skip, output
         )
@@ -42,12 +41,9 @@ class TritonStateImpl(StateOperations):
         self, x: Tensor, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> StepPlan:
         """The same for the convolution."""
-        weight, bias = self.owner.conv_weight, self.owner.conv_bias
-        assert weight is not None  # the layer checks it
-        activation, batch = self.spec.conv_activation, metadata.batch
-        prepared = PreparedConvolution(x, weight, bias, cache.tensors, batch, activation, output)
+        prepared = PreparedConvolution(x, self.taps, cache.tensors, metadata.batch, output)
         return lambda impl, x, cache, metadata, output: prepared.run(
-            x, impl.owner.conv_weight, impl.owner.conv_bias, cache.tensors, metadata.batch, output
+            x, impl.taps, cache.tensors, metadata.batch, output
         )
 
     def plan_fused_step(
@@ -55,22 +51,14 @@ class TritonStateImpl(StateOperations):
     ) -> StepPlan | None:
         """One launch for decodes and verification, if other steps of an invariant layer have the
         bits of its kernel (T18)."""
-        owner, batch = self.owner, metadata.batch
+        batch = metadata.batch
         if not output.numel() or batch.max_query_len > self.spec.max_rollback + 1:
             return None
         capability = limits_of(output).capability
         if self.spec.batch_invariant and long_chunk(cache.tensors.layout, capability, True):
             return None
-        weight, activation = owner.conv_weight, self.spec.conv_activation
-        assert weight is not None  # the layer checks it
-        given = (inputs, weight, owner.conv_bias, cache.tensors, batch, self.params)
-        prepared = PreparedFusedStep(*given, activation, output)
+        given = inputs, self.taps, cache.tensors, batch, self.params
+        prepared = PreparedFusedStep(*given, output)
         return lambda impl, inputs, cache, metadata, output: prepared.run(
-            inputs,
-            impl.owner.conv_weight,
-            impl.owner.conv_bias,
-            cache.tensors,
-            metadata.batch,
-            impl.owner.skip,
-            output,
+            inputs, impl.taps, cache.tensors, metadata.batch, impl.owner.skip, output
         )

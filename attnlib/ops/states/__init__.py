@@ -5,7 +5,7 @@ The operations are `state_step` and `short_convolution`, in `ops.torch.states` a
 """
 
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
+from attnlib.ops.states.inputs import RecurrenceParams, StateInputs, Taps
 from attnlib.ops.states.layout import SlotField, StateLayout
 from attnlib.ops.states.step_form import StepForm
 from attnlib.ops.states.tensors import StateTensors
@@ -18,4 +18,5 @@ __all__ = [
     "StateLayout",
     "StateTensors",
     "StepForm",
+    "Taps",
 ]

@@ -1,4 +1,4 @@
-"""`StateInputs` and `RecurrenceParams`, what a recurrence is given besides slots and a batch."""
+"""What operations on states are given besides slots and a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 
-__all__ = ["LEAST_LOG_DECAY", "QK_NORM_EPS", "RecurrenceParams", "StateInputs"]
+__all__ = ["LEAST_LOG_DECAY", "QK_NORM_EPS", "RecurrenceParams", "StateInputs", "Taps"]
 
 QK_NORM_EPS = 1e-6
 """Added to the sum of squares of a head before the root (T4)."""
@@ -55,6 +55,20 @@ class StateInputs(NamedTuple):
     def rows(self, rows: slice) -> StateInputs:
         """Some of the tokens."""
         return self.each(lambda x: x[rows])
+
+
+class Taps(NamedTuple):
+    """How a convolution weighs the last W tokens (T6).
+
+    Attributes:
+        weight: `[C, W]`; the last column belongs to the token itself.
+        bias: `[C]`, or None.
+        activation: "silu" or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

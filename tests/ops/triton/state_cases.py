@@ -7,7 +7,14 @@ from unittest.mock import patch
 
 import torch
 
-from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
+from attnlib.ops.states import (
+    RecurrenceParams,
+    StateBatch,
+    StateInputs,
+    StateLayout,
+    StateTensors,
+    Taps,
+)
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.states import config, state_step
@@ -306,9 +313,8 @@ def run_convolution(options: dict[str, Any]) -> None:
     weight = torch.empty(x.shape[1], slots.layout.conv_width, dtype=x.dtype)
     bias = weight[:, 0].contiguous() if has_bias else None
     for batch in batches:
-        short_convolution(
-            x, weight, bias, slots, batch, activation=activation, out=torch.empty_like(x)
-        )
+        taps = Taps(weight, bias, activation)
+        short_convolution(x, taps, slots, batch, out=torch.empty_like(x))
 
 
 def run_state(options: dict[str, Any]) -> None:
@@ -364,8 +370,8 @@ def run_fused(options: dict[str, Any]) -> None:
         skip=form.rate if has_skip else None,
         is_invariant=not is_row,
     )
-    given = (inputs, weight, None, slots)
+    given = (inputs, Taps(weight, None, "silu"), slots, batch)
     with patch.object(config, "can_copy", can_copy):
-        PreparedFusedStep(*given, batch, params, "silu", out).run(*given, batch, params.skip, out)
+        PreparedFusedStep(*given, params, out).run(*given, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

@@ -194,7 +194,7 @@ def test_addresses_and_strides(long_steps: list[int]) -> None:
             rows.append(found.copy_(x.flatten(1)).unflatten(1, x.shape[1:]))
         inputs = StateInputs(rows[0], rows[1], rows[2], rows[3], rows[4])
         out, slots = torch.empty_like(inputs.value), operations(spec).slots
-        step = state_step.PreparedStep(inputs, slots, batch, params, out=out)
+        step = state_step.PreparedStep(inputs, slots, batch, params, out)
         step.run(inputs, slots, batch, skip, out)
         outputs.append(out.cpu())
     expected = wanted(spec, layer, tokens)

@@ -9,6 +9,7 @@ from torch import Tensor
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.batch import StateBatch, StateRequest
 from attnlib.ops.states.checks import checked_requests
+from attnlib.ops.states.inputs import Taps
 from attnlib.ops.states.tensors import StateTensors
 
 __all__ = ["inputs_before", "short_convolution"]
@@ -17,24 +18,15 @@ __all__ = ["inputs_before", "short_convolution"]
 @torch.no_grad()
 @without_autocast
 def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slots: StateTensors,
-    batch: StateBatch,
-    *,
-    activation: str | None,
-    out: Tensor,
+    x: Tensor, taps: Taps, slots: StateTensors, batch: StateBatch, *, out: Tensor
 ) -> None:
     """Convolve each channel over the last W tokens of its request, and keep the window.
 
     Args:
         x: `[T', C]` with T' >= T, strided.
-        weight: `[C, W]`; the last column belongs to the token itself.
-        bias: `[C]`, or None.
+        taps: of the convolution.
         slots: the slots of the layer; the windows of the batch are written.
         batch: lengths and slots.
-        activation: "silu" or None.
         out: `[T', C]`, strided, written in place; not `x`. Rows past the batch and rows of requests
             without a slot are 0 (T3).
 
@@ -46,14 +38,13 @@ def short_convolution(
     for request in requests:
         before = inputs_before(slots, request)
         rows = torch.cat([before, x[request.rows].to(before.dtype)])
-        out[request.rows] = _convolve(rows, weight, bias, activation, slots, request).to(out.dtype)
+        out[request.rows] = _convolve(rows, taps, slots, request).to(out.dtype)
         _write_window(slots, request, rows)
 
 
 def inputs_before(slots: StateTensors, request: StateRequest) -> Tensor:
     """The last inputs before the step, `[W - 1, C]`, oldest first; 0 before the request."""
     window, width = slots.window, slots.layout.conv_width - 1
-    assert window is not None  # the layer has a convolution
     before, end = window.new_zeros(width, window.shape[2]), request.computed
     if end:  # else the source is not read
         held = torch.arange(max(end - width, 0), end, device=window.device)
@@ -61,26 +52,18 @@ def inputs_before(slots: StateTensors, request: StateRequest) -> Tensor:
     return before
 
 
-def _convolve(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    slots: StateTensors,
-    request: StateRequest,
-) -> Tensor:
+def _convolve(rows: Tensor, taps: Taps, slots: StateTensors, request: StateRequest) -> Tensor:
     """`[W - 1 + n, C]` -> `[n, C]`, rounded once by the caller."""
-    width, dtype = weight.shape[1], torch.float64
-    if rows.dtype != torch.float64:
-        dtype = torch.float32
+    width = taps.weight.shape[1]
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     count = rows.shape[0] - width + 1
-    rows, weight = rows.to(dtype), weight.to(dtype)
+    rows, weight = rows.to(dtype), taps.weight.to(dtype)
     total = rows[:count] * weight[:, 0]
     for j in range(1, width):
         total = total + rows[j : j + count] * weight[:, j]
-    if bias is not None:
-        total = total + bias.to(dtype)
-    if activation is None:
+    if taps.bias is not None:
+        total = total + taps.bias.to(dtype)
+    if taps.activation is None:
         return total
     if slots.layout.form != "tail":
         return F.silu(total)
@@ -96,7 +79,6 @@ def _write_window(slots: StateTensors, request: StateRequest, rows: Tensor) -> N
     """Keep the inputs that a next step may need: D + W - 1 before `high`, as far as they are new
     or, for another slot than the source, known."""
     window, positions = slots.window, slots.window_positions
-    assert window is not None and positions is not None  # `short_convolution` checks it
     known = request.end - rows.shape[0]  # position of the first row
     low = slots.layout.first_kept(request.computed, request.end)
     first = max(low - (slots.layout.conv_width - 1), known, 0)

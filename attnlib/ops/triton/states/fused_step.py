@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.states.batch import StateBatch
-from attnlib.ops.states.inputs import RecurrenceParams
+from attnlib.ops.states.inputs import RecurrenceParams, Taps
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
@@ -54,23 +54,20 @@ class PreparedFusedStep:
 
     Args:
         inputs: of the step; all last dimensions are dense.
-        weight, bias: of the convolution.
+        taps: of the convolution.
         slots: in the form `tail`, with a convolution and a recurrence.
         batch: of requests with at most `max_rollback + 1` tokens.
         params: of the recurrence.
-        activation: of the convolution.
         out: `[T', Hv, Dv]`, each row dense, written in place.
     """
 
     def __init__(
         self,
         inputs: FusedInputs,
-        weight: Tensor,
-        bias: Tensor | None,
+        taps: Taps,
         slots: StateTensors,
         batch: StateBatch,
         params: RecurrenceParams,
-        activation: str | None,
         out: Tensor,
     ) -> None:
         x, a, b, z, form = inputs
@@ -89,7 +86,7 @@ class PreparedFusedStep:
         tokens = queries if tile.copies else triton.next_power_of_2(batch.max_query_len)
         strides = (*strides, *slot_strides(slots))
         state = state_config(layout, recurrence, strides, tile, queries=queries)
-        given = (x, weight, bias, slots, batch, activation, x.new_empty(0, channels))
+        convolution = convolution_config(x, taps, slots, batch, x.new_empty(0, channels))
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
         sizes["k"] = sizes["q"]
         starts = [sum(sizes[each] for each in form.order.partition(name)[0]) for name in "qkv"]
@@ -100,7 +97,7 @@ class PreparedFusedStep:
             step, self._norm = step._replace(NORM=False), norm_launch(out, z, form)
         config = FusedConfig(
             state,
-            convolution_config(*given)._replace(TOKENS=tokens),
+            convolution._replace(TOKENS=tokens),
             step,
             Q=starts[0],
             K=starts[1],
@@ -120,8 +117,7 @@ class PreparedFusedStep:
     def run(
         self,
         inputs: FusedInputs,
-        weight: Tensor,
-        bias: Tensor | None,
+        taps: Taps,
         slots: StateTensors,
         batch: StateBatch,
         skip: Tensor | None,
@@ -136,7 +132,7 @@ class PreparedFusedStep:
             decay, beta = memory[: sizes[0]], memory[sizes[0] :]
         if not self._in_shared_memory:
             convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        sources = (x, weight, bias, a, b, form.rate, form.bias, z, form.norm_weight)
+        sources = (x, taps.weight, taps.bias, a, b, form.rate, form.bias, z, form.norm_weight)
         targets = (convolved, decay, beta, skip, out, slots.counters)
         windows = (slots.window, slots.window_positions, *slots.for_kernels)
         # A tensor that the kernel does not read stands for an absent one.

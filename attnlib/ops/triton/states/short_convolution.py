@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.states.batch import StateBatch
+from attnlib.ops.states.inputs import Taps
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.kernels.short_convolution import ConvolutionConfig, short_convolution_kernel
@@ -21,22 +22,14 @@ _ELEMENTS = 2048
 
 
 def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slots: StateTensors,
-    batch: StateBatch,
-    *,
-    activation: str | None,
-    out: Tensor,
+    x: Tensor, taps: Taps, slots: StateTensors, batch: StateBatch, *, out: Tensor
 ) -> None:
     """See `attnlib.ops.torch.states.short_convolution`. Slots and positions are not checked.
 
     Raises:
         ContractError: dtypes that the kernels do not take, or rows that are not dense.
     """
-    prepared = PreparedConvolution(x, weight, bias, slots, batch, activation, out)
-    prepared.run(x, weight, bias, slots, batch, out)
+    PreparedConvolution(x, taps, slots, batch, out).run(x, taps, slots, batch, out)
 
 
 class PreparedConvolution:
@@ -44,54 +37,32 @@ class PreparedConvolution:
     addresses and values only. Arguments and errors as there."""
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        slots: StateTensors,
-        batch: StateBatch,
-        activation: str | None,
-        out: Tensor,
+        self, x: Tensor, taps: Taps, slots: StateTensors, batch: StateBatch, out: Tensor
     ) -> None:
         check_dense(x=x, out=out)
         limits_of(x)
-        config = convolution_config(x, weight, bias, slots, batch, activation, out)
+        config = convolution_config(x, taps, slots, batch, out)
         tiles = out.shape[0] // config.TOKENS + batch.num_reqs + 1
         grid = (tiles, triton.cdiv(config.C, config.CHANNELS))
         numbers = (batch.num_reqs, out.shape[0], tiles)
         self._launch = KernelLaunch(short_convolution_kernel, config, grid, numbers)
 
     def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        slots: StateTensors,
-        batch: StateBatch,
-        out: Tensor,
+        self, x: Tensor, taps: Taps, slots: StateTensors, batch: StateBatch, out: Tensor
     ) -> None:
         """Launch on the current stream."""
-        window, positions = slots.window, slots.window_positions
-        assert window is not None and positions is not None  # the layer has a convolution
         if out.numel():
             # An argument that the kernel does not read stands for an absent one.
-            bias = weight if bias is None else bias
-            self._launch.run(x, weight, bias, out, window, positions, *batch.tensors)
+            bias = taps.weight if taps.bias is None else taps.bias
+            window = slots.window, slots.window_positions
+            self._launch.run(x, taps.weight, bias, out, *window, *batch.tensors)
 
 
 def convolution_config(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slots: StateTensors,
-    batch: StateBatch,
-    activation: str | None,
-    out: Tensor,
+    x: Tensor, taps: Taps, slots: StateTensors, batch: StateBatch, out: Tensor
 ) -> ConvolutionConfig:
     """The constants of a call; arguments as in `short_convolution`."""
-    window, positions = slots.window, slots.window_positions
-    assert window is not None and positions is not None  # a layer with a convolution has them
-    layout, width = slots.layout, weight.shape[1]
+    layout, width = slots.layout, taps.weight.shape[1]
     channels = min(_CHANNELS, triton.next_power_of_2(layout.conv_channels))
     tokens = min(batch.max_query_len, max(1, _ELEMENTS // channels))
     return ConvolutionConfig(
@@ -101,12 +72,12 @@ def convolution_config(
         RING=layout.num_window_rows,
         TOKENS=triton.next_power_of_2(max(tokens, width - 1, 1)),
         CHANNELS=channels,
-        HAS_BIAS=bias is not None,
-        SILU=activation == "silu",
+        HAS_BIAS=taps.bias is not None,
+        SILU=taps.activation == "silu",
         X_T=x.stride(0),
         O_T=out.stride(0),
-        W_C=weight.stride(0),
-        W_W=weight.stride(1),
-        WINDOW=window.stride(0),
-        POSITIONS=positions.stride(0),
+        W_C=taps.weight.stride(0),
+        W_W=taps.weight.stride(1),
+        WINDOW=slots.window.stride(0),
+        POSITIONS=slots.window_positions.stride(0),
     )

@@ -60,7 +60,7 @@ def state_step(
             kernels do not take, or heads that are not dense.
     """
     if out.numel():
-        step = PreparedStep(inputs, slots, batch, params, out=out)
+        step = PreparedStep(inputs, slots, batch, params, out)
         step.run(inputs, slots, batch, params.skip, out)
     else:
         _check(inputs, slots, out)
@@ -76,7 +76,6 @@ class PreparedStep:
         slots: StateTensors,
         batch: StateBatch,
         params: RecurrenceParams,
-        *,
         out: Tensor,
     ) -> None:
         _check(inputs, slots, out)

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
+from attnlib.ops.states import (
+    RecurrenceParams,
+    StateBatch,
+    StateInputs,
+    StateLayout,
+    StateTensors,
+    Taps,
+)
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import LayerTensors, TokenInputs
 from attnlib.testing.states.oracle import convolve, recurrence
@@ -67,10 +74,8 @@ class Operations:
         convolved = out = None
         if inputs.x is not None:
             convolved = torch.full_like(inputs.x, 3)
-            self.short_convolution(
-                inputs.x, layer.conv_weight, layer.conv_bias, self.slots, batch,
-                activation=self.spec.conv_activation, out=convolved,
-            )  # fmt: skip
+            taps = Taps(layer.conv_weight, layer.conv_bias, self.spec.conv_activation)
+            self.short_convolution(inputs.x, taps, self.slots, batch, out=convolved)
         if inputs.value is not None:
             out = torch.full_like(inputs.value, 3)
             params = RecurrenceParams(

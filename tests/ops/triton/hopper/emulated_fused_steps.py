@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from attnlib.ops.states import RecurrenceParams, StateInputs
+from attnlib.ops.states import RecurrenceParams, StateInputs, Taps
 from attnlib.ops.states.step_form import FusedInputs
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.states import fused_step
@@ -56,17 +56,18 @@ def _spec(name: str) -> StateSpec:
 
 
 def _run_fused(one: Operations, rows: FusedInputs, step: Step, out: Tensor) -> None:
-    layer, batch, activation = one.layer, batch_of(step), one.spec.conv_activation
-    given = (rows, layer.conv_weight, layer.conv_bias, one.slots, batch)
-    prepared = PreparedFusedStep(*given, _params(one.spec, layer), activation, out)
+    layer = one.layer
+    taps = Taps(layer.conv_weight, layer.conv_bias, one.spec.conv_activation)
+    given = (rows, taps, one.slots, batch_of(step))
+    prepared = PreparedFusedStep(*given, _params(one.spec, layer), out)
     prepared.run(*given, layer.skip, out)
 
 
 def _run_separate(one: Operations, rows: FusedInputs, step: Step, out: Tensor) -> None:
     spec, layer, batch, form = one.spec, one.layer, batch_of(step), rows.form
-    given, activation = (layer.conv_weight, layer.conv_bias, one.slots, batch), spec.conv_activation
+    taps = Taps(layer.conv_weight, layer.conv_bias, spec.conv_activation)
     convolved = torch.empty_like(rows.x)
-    short_convolution(rows.x, *given, activation=activation, out=convolved)
+    short_convolution(rows.x, taps, one.slots, batch, out=convolved)
     keys = spec.num_key_heads * spec.key_size
     sizes = {"q": keys, "k": keys, "v": spec.num_heads * spec.value_size}
     split = convolved.split([sizes[name] for name in form.order], 1)
