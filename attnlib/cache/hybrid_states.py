@@ -147,13 +147,12 @@ class StateBlocks:
                     "keep, fork and release",
                     rule="T15",
                 )
-        if not all_states:
-            nothing = LayerSlots([], [])
-            return {name: [nothing] * group.num_layers for name, group in self.groups.items()}
         found = {}
-        for name in self.groups:
+        for name, group in self.groups.items():
             slots = [one.slots[name] for one in all_states]
             sources = [one.sources.get(name, one.slots[name]) for one in all_states]
-            layers = zip(zip(*slots, strict=True), zip(*sources, strict=True), strict=True)
-            found[name] = [LayerSlots(list(own), list(read)) for own, read in layers]
+            found[name] = [
+                LayerSlots([own[n] for own in slots], [read[n] for read in sources])
+                for n in range(group.num_layers)
+            ]
         return found

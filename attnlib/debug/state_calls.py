@@ -128,7 +128,6 @@ def capture_state_call(
     requests = list(batch.requests())
     used = sorted({r.slot for r in requests} | {r.source for r in requests if r.computed})
     rows = {slot: row for row, slot in enumerate(used)}
-    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     own = {r.number: r for r in requests}
     numbers = range(batch.num_reqs)
     if part == "recurrence" and layer.spec.decay == "constant":
@@ -140,8 +139,8 @@ def capture_state_call(
         scale=layer.impl.scale,
         tensors={name: x.detach().clone() for name, x in tensors.items() if x is not None},
         inputs=tuple(x if x is None else unpack_tensor(pack_tensor(x), x.device) for x in inputs),
-        query_lens=[starts[n + 1] - starts[n] for n in numbers],
-        seq_lens=[lengths[n] for n in numbers],
+        query_lens=batch.query_start_loc.diff().tolist(),
+        seq_lens=batch.seq_lens.tolist(),
         slots=[rows[own[n].slot] if n in own else -1 for n in numbers],
         sources=[rows.get(own[n].source, -1) if n in own else -1 for n in numbers],
         memory=cache.memory[used].clone(),

@@ -51,12 +51,8 @@ def short_convolution(x: Tensor, out: Tensor, layer: int, cache: Tensor, metadat
     call_convolution(_layer(layer), x, *_objects(cache, metadata), out)
 
 
-def _writes_nothing(*arguments: object) -> None:
-    """The operators for the compiler: what they return has no shape."""
-
-
-state_step.register_fake(_writes_nothing)
-short_convolution.register_fake(_writes_nothing)
+for _operator in (state_step, short_convolution):
+    _operator.register_fake(lambda *arguments: None)  # what they return has no shape
 
 
 def _layer(handle: int) -> StateLayer:

@@ -16,7 +16,7 @@ from attnlib.spec.kinds import Window
 if TYPE_CHECKING:
     from attnlib.spec.attention_spec import AttentionSpec
 
-__all__ = ["as_kind", "as_window", "check_spec"]
+__all__ = ["as_kind", "as_window", "check_dtype", "check_spec"]
 
 _Kind = TypeVar("_Kind", bound=Enum)
 
@@ -90,6 +90,19 @@ def _is_integer(value: Any, least: int) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Whether a layer may compute in a dtype.
+
+    Raises:
+        ContractError: it is no floating-point dtype of at least 16 bits.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ContractError(
+            f"dtype={dtype!r} must be a floating-point torch dtype of at least 16 bits, such as "
+            "torch.bfloat16"
+        )
 
 
 def _check_sizes(spec: AttentionSpec) -> None:
@@ -172,15 +185,7 @@ def _check_formats(spec: AttentionSpec) -> None:
 
 
 def _check_dtypes(spec: AttentionSpec) -> None:
-    if (
-        not isinstance(spec.dtype, torch.dtype)
-        or not spec.dtype.is_floating_point
-        or spec.dtype.itemsize < 2
-    ):
-        raise ContractError(
-            f"dtype={spec.dtype!r} must be a floating-point torch dtype of at least 16 bits, "
-            f"such as torch.bfloat16"
-        )
+    check_dtype(spec.dtype)
     _check_formats(spec)
     if spec.kv_cache_layout is not None and not isinstance(spec.kv_cache_layout, str):
         raise ContractError(

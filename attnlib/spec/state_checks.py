@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.spec.checks import check_dtype
 
 if TYPE_CHECKING:
     from attnlib.spec.state_spec import StateSpec
@@ -98,12 +99,7 @@ def _check_convolution(spec: StateSpec) -> None:
 
 
 def _check_dtypes(spec: StateSpec) -> None:
-    dtype = spec.dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ContractError(
-            f"dtype={dtype!r} must be a floating-point torch dtype of at least 16 bits, such as "
-            "torch.bfloat16"
-        )
+    check_dtype(spec.dtype)
     if spec.state_dtype not in (torch.float32, torch.bfloat16):
         raise ContractError(
             f"state_dtype={spec.state_dtype!r} must be torch.float32 or torch.bfloat16", rule="T13"

@@ -78,7 +78,6 @@ class PackedStep:
                 ahead.append((number, r.computed, base))
             each += [(number, base, end) for end in range(max(low, base + 1), r.end + 1)]
         calls = (_packed(part, requests, layout, device) for part in (ahead, each) if part)
-        begun = [(r.source if r.computed else r.slot, r.computed) for r in requests]
         copied = [
             n
             for n, (r, low) in enumerate(zip(requests, kept, strict=True))
@@ -86,9 +85,9 @@ class PackedStep:
         ]
         pairs = [[low, r.end] for r, low in zip(requests, kept, strict=True)]
         return cls(
-            sources=_int64([slot for slot, _ in begun], device),
-            numbers=_int64([position % layout.num_states for _, position in begun], device),
-            fresh=_int64([position == 0 for _, position in begun], device).bool().view(-1, 1, 1, 1),
+            sources=_int64([r.source for r in requests], device),
+            numbers=_int64([r.computed % layout.num_states for r in requests], device),
+            fresh=_int64([r.computed == 0 for r in requests], device).bool().view(-1, 1, 1, 1),
             slots=_int64([r.slot for r in requests], device),
             copied=_int64(copied, device),
             positions=_int64(pairs, device).int().view(-1, 1, 1, 2),

@@ -67,12 +67,11 @@ class StateBatch:
         return self.slots.shape[0]
 
     @functools.cached_property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """What kernels read, contiguous: first rows, lengths, slots, and the slots to read."""
-        given = (self.query_start_loc, self.seq_lens, self.slots, self.sources)
-        starts, lengths, slots, sources = (x if x is None else x.contiguous() for x in given)
-        assert starts is not None and lengths is not None and slots is not None
-        return starts, lengths, slots, slots if sources is None else sources
+        sources = self.slots if self.sources is None else self.sources
+        given = (self.query_start_loc, self.seq_lens, self.slots, sources)
+        return tuple(x.contiguous() for x in given)
 
     def requests(self) -> Iterator[StateRequest]:
         """The requests with new tokens and a slot. Synchronizes; lengths on the host may be upper

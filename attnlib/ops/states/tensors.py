@@ -42,10 +42,11 @@ class StateTensors:
     """
 
     layout: StateLayout
-    positions: Tensor | None = None
-    window_positions: Tensor | None = None
-    state: Tensor | None = None
-    window: Tensor | None = None
+    # None where the layout has none, which nothing reads: layers check what a call needs.
+    positions: Tensor = None  # type: ignore[assignment]
+    window_positions: Tensor = None  # type: ignore[assignment]
+    state: Tensor = None  # type: ignore[assignment]
+    window: Tensor = None  # type: ignore[assignment]
     tail_key: Tensor | None = None
     tail_value: Tensor | None = None
     tail_log_decay: Tensor | None = None
@@ -89,20 +90,20 @@ class StateTensors:
     @functools.cached_property
     def for_kernels(self) -> tuple[Tensor, ...]:
         """`KERNEL_FIELDS`; the state stands for those that a layout with tails does not have."""
-        assert self.state is not None  # the layer has a recurrence
         given = (getattr(self, name) for name in KERNEL_FIELDS)
         return tuple(self.state if each is None else each for each in given)
 
     @property
     def num_slots(self) -> int:
         """S."""
-        first = self.positions if self.positions is not None else self.window_positions
-        assert first is not None  # a layout has a recurrence or a convolution
-        return first.shape[0]
+        return self._first.shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the slots are."""
-        first = self.positions if self.positions is not None else self.window_positions
-        assert first is not None  # as above
-        return first.device
+        return self._first.device
+
+    @property
+    def _first(self) -> Tensor:
+        """A layout has a recurrence, a convolution, or both."""
+        return self.window_positions if self.positions is None else self.positions

@@ -12,7 +12,7 @@ from attnlib.ops.states.batch import StateRequest
 from attnlib.ops.states.checks import check_positions
 from attnlib.ops.states.inputs import RecurrenceParams
 from attnlib.ops.states.tensors import StateTensors
-from attnlib.ops.torch.states.forms import state_at
+from attnlib.ops.torch.states.forms import state_at, store_state
 from attnlib.ops.torch.states.short_convolution import inputs_before
 
 __all__ = [
@@ -46,7 +46,6 @@ def read_state(
         ContractError: the slot cannot continue from `position` (T8).
     """
     request = StateRequest(0, 0, position, position, slot, slot)
-    assert slots.positions is not None  # the layer has a recurrence
     check_positions([request], slots.positions[:, 0, 0], "state")
     return state_at(slots, params, request, log_decay)
 
@@ -59,9 +58,8 @@ def read_window(slots: StateTensors, slot: int, position: int) -> Tensor:
     Raises:
         ContractError: the slot cannot continue from `position` (T8).
     """
-    request, positions = StateRequest(0, 0, position, position, slot, slot), slots.window_positions
-    assert positions is not None  # the layer has a convolution
-    check_positions([request], positions, "window")
+    request = StateRequest(0, 0, position, position, slot, slot)
+    check_positions([request], slots.window_positions, "window")
     return inputs_before(slots, request).mT.contiguous()
 
 
@@ -73,12 +71,9 @@ def write_state(slots: StateTensors, slot: int, position: int, state: Tensor) ->
         ContractError: a tail cannot begin at `position`, or a state of another shape. Nothing is
             written then.
     """
-    stored, positions = slots.state, slots.positions
-    assert stored is not None and positions is not None  # the layer has a recurrence
     check_states(slots, [(slot, position)], state[None])
-    if position:
-        stored[slot, position % stored.shape[1]] = state.to(stored.dtype)
-    positions[slot] = position
+    store_state(slots, slot, position, state)
+    slots.positions[slot] = position
 
 
 @torch.no_grad()
@@ -88,13 +83,11 @@ def write_window(slots: StateTensors, slot: int, position: int, window: Tensor) 
     Raises:
         ContractError: a window of another shape.
     """
-    ring, positions = slots.window, slots.window_positions
-    assert ring is not None and positions is not None  # the layer has a convolution
     check_windows(slots, window[None])
-    width = slots.layout.conv_width - 1
+    ring, width = slots.window, slots.layout.conv_width - 1
     held = torch.arange(max(position - width, 0), position, device=ring.device)
     ring[slot, held % ring.shape[1]] = window[:, width - len(held) :].mT.to(ring.dtype)
-    positions[slot] = position
+    slots.window_positions[slot] = position
 
 
 def check_states(slots: StateTensors, places: Sequence[tuple[int, int]], states: Tensor) -> None:
@@ -103,8 +96,7 @@ def check_states(slots: StateTensors, places: Sequence[tuple[int, int]], states:
     Raises:
         ContractError: a tail cannot begin at a position, or states of another shape.
     """
-    layout, stored = slots.layout, slots.state
-    assert stored is not None  # the layer has a recurrence
+    layout = slots.layout
     for _, position in places:
         if layout.form == "tail" and position % layout.chunk_size:
             raise ContractError(
@@ -113,7 +105,7 @@ def check_states(slots: StateTensors, places: Sequence[tuple[int, int]], states:
                 f"{layout.chunk_start(position)} tokens and compute the rest",
                 rule="T20",
             )
-    _check_shapes("states", states, stored.shape[2:])
+    _check_shapes("states", states, slots.state.shape[2:])
 
 
 def check_windows(slots: StateTensors, windows: Tensor) -> None:
@@ -122,9 +114,7 @@ def check_windows(slots: StateTensors, windows: Tensor) -> None:
     Raises:
         ContractError: windows of another shape.
     """
-    ring, width = slots.window, slots.layout.conv_width - 1
-    assert ring is not None  # the layer has a convolution
-    _check_shapes("windows", windows, (ring.shape[2], width))
+    _check_shapes("windows", windows, (slots.layout.conv_channels, slots.layout.conv_width - 1))
 
 
 def _check_shapes(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from attnlib.ops.states.layout import StateLayout
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.torch.states.recurrence import HeadInputs, chunk, head_inputs, recur
 
-__all__ = ["RequestStep", "state_at"]
+__all__ = ["RequestStep", "state_at", "store_state"]
 
 _MOST_ROWS = {"channel": 16}
 """Tokens per chunk of the forms without a tail, by decay: a chunk of channel decays has n * n * Dk
@@ -42,7 +43,6 @@ class RequestStep:
         """Outputs `[Hv, n, Dv]` without the skip; the slot is written."""
         out = self._run_tail() if self.layout.form == "tail" else self._run_states()
         positions, request = self.slots.positions, self.request
-        assert positions is not None  # the layer has a recurrence
         positions[request.slot, ..., 0] = self.layout.first_kept(request.computed, request.end)
         positions[request.slot, ..., 1] = request.end
         return out
@@ -52,10 +52,7 @@ class RequestStep:
         return _load(self.slots, self.request.source, position, self.dtype)
 
     def _store(self, position: int, state: Tensor) -> None:
-        stored = self.slots.state
-        assert stored is not None  # as in `run`
-        if position:
-            stored[self.request.slot, position % stored.shape[1]] = state.to(stored.dtype)
+        store_state(self.slots, self.request.slot, position, state)
 
     def _run_states(self) -> Tensor:
         """`plain` and `snapshots`: only the last D tokens need a state each."""
@@ -86,64 +83,38 @@ class RequestStep:
         return head_inputs(self.inputs.rows(rows), self.params, self.dtype)
 
     def _run_tail(self) -> Tensor:
-        """`tail`: every chunk begins at a multiple of c and has one shape, whatever part of it is
-        new, so that its rows have the same bits in every step (T18)."""
-        request, layout, size = self.request, self.layout, self.layout.chunk_size
-        base = _stored_base(self.slots, self.request)
-        known = self._with_tail(base)
-        new_base = layout.chunk_start(layout.first_kept(request.computed, request.end))
-        state, outs = self._load(base), []
-        for start in range(base, request.end, size):
-            if start == new_base:
-                self._store(new_base, state)
-            end = min(start + size, request.end)
-            part = _padded(known.rows(slice(start - base, end - base)), size)
-            heads = head_inputs(part, self.params, self.dtype)
-            out, after = chunk(heads, state, self.params.update)
-            outs.append(out[:, : end - start])
-            if end - start == size:  # rounded as stored, so that it does not matter when (T13)
-                state = after.to(layout.state_dtype).to(self.dtype)
-        if new_base == request.end:
-            self._store(new_base, state)
+        """`tail`: chunks from the stored state on, see `_run_chunks`."""
+        request, layout = self.request, self.layout
+        base = _stored_base(self.slots, request)
+        known, state = self._with_tail(base), self._load(base)
+        new_base, outs = layout.chunk_start(layout.first_kept(request.computed, request.end)), []
+        if new_base == base:
+            self._store(base, state)
+        for end, out, after in _run_chunks(known, base, state, self.params, layout):
+            if end == new_base:
+                self._store(end, after)
+            outs.append(out)
         self._write_tail(known, base, new_base)
         return torch.cat(outs, dim=1)[:, request.computed - base :]
 
     def _with_tail(self, base: int) -> StateInputs:
         """The inputs from `base` on: those of the tail, then the new ones. Queries of the tail,
         whose outputs nobody reads, are 0."""
-        rows = self._ring_rows(base, self.request.computed)
-        given = self.inputs
-        held = {
-            name: torch.cat([ring[self.request.source, rows].to(new.dtype), new])
-            for name, (ring, new) in self._rings().items()
-        }
-        query = torch.cat([given.query.new_zeros(len(rows), *given.query.shape[1:]), given.query])
-        decay = given.log_decay if given.is_constant else held["tail_log_decay"]
-        return StateInputs(
-            query, held["tail_key"], held["tail_value"], decay, held.get("tail_beta")
+        given, request = self.inputs, self.request
+        held = _held_inputs(self.slots, request.source, base, request.computed)
+        held["query"] = given.query.new_zeros(request.computed - base, *given.query.shape[1:])
+        new = {name: getattr(given, name) for name in held}
+        return given._replace(
+            **{name: torch.cat([held[name].to(x.dtype), x]) for name, x in new.items()}
         )
 
     def _write_tail(self, known: StateInputs, base: int, new_base: int) -> None:
         """Write the inputs from `new_base` on; those before the step only to another slot."""
         request = self.request
         first = max(new_base, request.computed) if request.source == request.slot else new_base
-        rows = self._ring_rows(first, request.end)
-        for name, (ring, _) in self._rings().items():
-            values = getattr(known, name.removeprefix("tail_"))
-            ring[request.slot, rows] = values[first - base :].to(ring.dtype)
-
-    def _rings(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The rings of the layout by name, and the new inputs for them."""
-        names = [field.name for field in self.layout.fields if field.name.startswith("tail_")]
-        return {
-            name: (getattr(self.slots, name), getattr(self.inputs, name.removeprefix("tail_")))
-            for name in names
-        }
-
-    def _ring_rows(self, first: int, end: int) -> Tensor:
-        """The rows of the ring that hold positions, `[end - first]`."""
-        positions = torch.arange(first, end, device=self.slots.device)
-        return positions % self.layout.num_tail_rows
+        rows = _ring_rows(self.slots, first, request.end)
+        for name, ring in _rings(self.slots).items():
+            ring[request.slot, rows] = getattr(known, name)[first - base :].to(ring.dtype)
 
 
 def state_at(
@@ -155,46 +126,76 @@ def state_at(
     Raises:
         ContractError: a tail whose decay is constant and not given.
     """
-    layout, position, dtype = slots.layout, request.computed, torch.float32
+    layout, position = slots.layout, request.computed
     base = _stored_base(slots, request) if layout.form == "tail" else position
-    state = _load(slots, request.source, base, dtype)
+    state = _load(slots, request.source, base, torch.float32)
     if base == position:
         return state
-    rows = torch.arange(base, position, device=slots.device) % layout.num_tail_rows
-    key, value, decay, beta = (
-        None if ring is None else ring[request.source, rows]
-        for ring in (slots.tail_key, slots.tail_value, slots.tail_log_decay, slots.tail_beta)
-    )
-    assert key is not None and value is not None  # a tail has both
-    decay = log_decay if decay is None else decay
+    held = _held_inputs(slots, request.source, base, position)
+    decay = held.get("log_decay", log_decay)
     if decay is None:
         raise ContractError(
             "the decay of this layer is constant and not in the slot: pass log_decay", rule="T20"
         )
+    key, value, beta = held["key"], held["value"], held.get("beta")
+    if decay.dim() == 1:  # rows of zeros past the last token do not decay
+        decay = decay.expand(len(key), -1)
     known = StateInputs(torch.zeros_like(key), key, value, decay, beta)
-    for start in range(base, position, layout.chunk_size):
-        end = min(start + layout.chunk_size, position)
-        part = head_inputs(known.rows(slice(start - base, end - base)), params, dtype)
-        _, state = chunk(part, state, params.update)
-        if end - start == layout.chunk_size:
-            state = state.to(layout.state_dtype).to(dtype)
-    return state
+    return [*_run_chunks(known, base, state, params, layout)][-1][2]
+
+
+def _run_chunks(
+    known: StateInputs, base: int, state: Tensor, params: RecurrenceParams, layout: StateLayout
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The position behind each chunk of the inputs from `base` on, its outputs, and the state after
+    it. Every chunk begins at a multiple of c and has one shape, whatever part of it is new, so that
+    its rows have the same bits in every step (T18)."""
+    size, count = layout.chunk_size, known.value.shape[0]
+    for first in range(0, count, size):
+        end = min(first + size, count)
+        part = _padded(known.rows(slice(first, end)), size)
+        out, state = chunk(head_inputs(part, params, state.dtype), state, params.update)
+        if end - first == size:  # rounded as stored, so that it does not matter when (T13)
+            state = state.to(layout.state_dtype).to(state.dtype)
+        yield base + end, out[:, : end - first], state
+
+
+def _rings(slots: StateTensors) -> dict[str, Tensor]:
+    """The rings of a tail, by the names of `StateInputs`."""
+    names = [field.name for field in slots.layout.fields if field.name.startswith("tail_")]
+    return {name.removeprefix("tail_"): getattr(slots, name) for name in names}
+
+
+def _ring_rows(slots: StateTensors, first: int, end: int) -> Tensor:
+    """The rows of a ring that hold positions, `[end - first]`."""
+    return torch.arange(first, end, device=slots.device) % slots.layout.num_tail_rows
+
+
+def _held_inputs(slots: StateTensors, slot: int, base: int, end: int) -> dict[str, Tensor]:
+    """The inputs of positions in the tail of a slot, by name."""
+    rows = _ring_rows(slots, base, end)
+    return {name: ring[slot, rows] for name, ring in _rings(slots).items()}
 
 
 def _stored_base(slots: StateTensors, request: StateRequest) -> int:
     """The position of the state that the tail of the source begins with."""
     if not request.computed:
         return 0
-    assert slots.positions is not None  # the layer has a recurrence
     return slots.layout.chunk_start(int(slots.positions[request.source, 0, 0, 0]))
 
 
 def _load(slots: StateTensors, slot: int, position: int, dtype: torch.dtype) -> Tensor:
     stored = slots.state
-    assert stored is not None  # the layer has a recurrence
     if position == 0:
         return torch.zeros(stored.shape[2:], dtype=dtype, device=stored.device)
     return stored[slot, position % stored.shape[1]].to(dtype)
+
+
+def store_state(slots: StateTensors, slot: int, position: int, state: Tensor) -> None:
+    """Store the state after `position` tokens; that after 0 tokens is never read."""
+    if position:
+        stored = slots.state
+        stored[slot, position % stored.shape[1]] = state.to(stored.dtype)
 
 
 def _padded(inputs: StateInputs, size: int) -> StateInputs:

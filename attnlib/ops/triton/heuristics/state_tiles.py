@@ -205,12 +205,10 @@ def _row_tile(key_size: int, value_size: int, choice: StateChoice) -> StateTile:
     keys, largest = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     span = max(choice.rows * 128 // max(128, keys), 16, largest // POSITION_COPIES)
     span = min(span, largest)
-    rows = min(span, 64 if choice.num_warps > 2 else 32)  # at a time, where a chunk is filled
-    rows = span if choice.copies else rows
+    rows, warps = min(span, 64 if choice.num_warps > 2 else 32), choice.num_warps
+    if choice.copies:  # others compute `rows` at a time, where a chunk is filled
+        rows, warps = span, max(1, warps * span // choice.rows)
     part = min(MOST_COLUMNS, keys)
     parts, blocks = triton.cdiv(key_size, part), triton.cdiv(value_size, span)
-    num_warps = choice.num_warps
-    if choice.copies:
-        num_warps = max(1, num_warps * span // choice.rows)
-    warps = num_warps, choice.registers, 1, choice.copies
-    return StateTile(rows, span // rows, choice.group, part, parts, blocks, *warps)
+    options = warps, choice.registers, 1, choice.copies
+    return StateTile(rows, span // rows, choice.group, part, parts, blocks, *options)
