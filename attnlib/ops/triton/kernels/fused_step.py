@@ -16,6 +16,7 @@ import triton.language as tl
 from attnlib.ops.triton.kernels import short_convolution as convolution
 from attnlib.ops.triton.kernels.state_arguments import (
     UNALIGNED,
+    Results,
     Slots,
     StateBatch,
     StateConfig,
@@ -145,8 +146,8 @@ def fused_step_kernel(
         head_gates(*given, tl.arange(0, STEP.CHANNELS), head, STEP)
     # Threads read what others of the program have written.
     tl.debug_barrier()
-    values = skip, out, decay, scale
-    compute_request(request, number, base, s, tokens, slots_of, *values, True, STATE)
+    results = Results(skip, out, decay, scale)
+    compute_request(request, number, base, s, tokens, slots_of, results, True, STATE)
     if STEP.NORM:
         index = tl.arange(0, STEP.WIDTH)
         normalize_head(request, out, z, norm_weight, counters, index, head, CONFIG)

@@ -21,6 +21,7 @@ __all__ = [
     "Chunk",
     "Factors",
     "Request",
+    "Results",
     "Rows",
     "Slots",
     "StateBatch",
@@ -185,6 +186,21 @@ class Slots(NamedTuple):
     state: Any
     positions: Any
     tail: Any
+
+
+class Results(NamedTuple):
+    """What outputs follow from besides inputs and slots.
+
+    Attributes:
+        skip, out: pointers to the skip factors and to the outputs.
+        workspace: pointer to the matrices of the batch, with PREPARED.
+        scale: of queries.
+    """
+
+    skip: Any
+    out: Any
+    workspace: Any
+    scale: Any
 
 
 class Chunk(NamedTuple):

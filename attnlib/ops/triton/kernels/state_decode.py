@@ -18,18 +18,12 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels import state_rows as inputs
 from attnlib.ops.triton.kernels import stored_state as stored
 from attnlib.ops.triton.kernels.decode_loads import load_group, load_query, state_row_places
 from attnlib.ops.triton.kernels.state_arguments import numbers
 from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
-from attnlib.ops.triton.kernels.state_rows import (
-    choose,
-    choose_rows,
-    chunk_rows,
-    load_chunk,
-    load_values,
-)
 from attnlib.ops.triton.kernels.token_rows import load_held, load_new, store_row, value_rows
 
 __all__ = ["decode_request"]
@@ -109,14 +103,15 @@ def _copy_slot(request, base, s, slots, head, block, CONFIG: tl.constexpr):
 def _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG: tl.constexpr):
     """Store the state after the chunk at `base`, which the new token fills, ROWS rows at a time."""
     tail = requests.open_tail(slots.tail, request.source, head, CONFIG)
-    rows = chunk_rows(request, base, CONFIG)
-    chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
+    rows = inputs.chunk_rows(request, base, CONFIG)
+    chunk = inputs.choose_rows(inputs.load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, scale, CONFIG)
     solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     for number in range(0, CONFIG.PASSES):
         columns = requests.pass_columns(block, number, CONFIG)
         s = stored.load_state(slots.state, request.source, head, columns, base, CONFIG)
-        values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG)).to(tl.float32)
+        pair = inputs.load_values(rows, tokens, tail, columns, CONFIG)
+        values = inputs.choose(rows, pair).to(tl.float32)
         s = stored.settle_state(s, base, CONFIG)
         u, _ = chunk_outputs(s, chunk, values, factors, solve, pairs, CONFIG)
         if CONFIG.RELOAD:
@@ -127,16 +122,7 @@ def _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG: tl.con
 
 @triton.jit
 def decode_request(
-    request,
-    base,
-    loaded,
-    tokens,
-    slots,
-    skip,
-    out,
-    scale,
-    FUSED: tl.constexpr,
-    CONFIG: tl.constexpr,
+    request, base, loaded, tokens, slots, results, FUSED: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Compute the new token of a request for the value rows and the head of this program, and write
     its output and its slot. `loaded` is what `load_decode` returns of the state at `base`."""
@@ -161,18 +147,18 @@ def decode_request(
         group = behind
         last -= GROUP
     w, o = _go_back_group(w, o, group, CONFIG)
-    factor = scale
+    factor = results.scale
     if CONFIG.NORM:
-        factor = scale * _inverse_length(query, CONFIG)
+        factor = factor * _inverse_length(query, CONFIG)
     o = (o + _multiply_state(loaded.rows, w, base, CONFIG)) * factor
     values = value_rows(block, CONFIG)
     if CONFIG.HAS_SKIP:
-        o = o + new.v.to(tl.float32) * tl.load(skip + head).to(tl.float32)
-    place = out + head * CONFIG.O_H + request.first.to(tl.int64) * CONFIG.O_T + values
-    tl.store(place, o.to(out.dtype.element_ty), mask=values < CONFIG.DV)
+        o = o + new.v.to(tl.float32) * tl.load(results.skip + head).to(tl.float32)
+    place = results.out + head * CONFIG.O_H + request.first.to(tl.int64) * CONFIG.O_T + values
+    tl.store(place, o.to(results.out.dtype.element_ty), mask=values < CONFIG.DV)
     if request.end % CONFIG.UNIT == 0:
         tl.debug_barrier()  # other threads store these rows of the state
-        _fill_chunk(request, base, tokens, slots, scale, head, block, CONFIG)
+        _fill_chunk(request, base, tokens, slots, results.scale, head, block, CONFIG)
     else:
         if request.source != request.slot:
             _copy_slot(request, base, loaded.rows, slots, head, block, CONFIG)

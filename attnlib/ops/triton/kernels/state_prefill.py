@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels import state_rows as inputs
 from attnlib.ops.triton.kernels.schedule import find_request
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
@@ -23,15 +24,6 @@ from attnlib.ops.triton.kernels.state_arguments import (
 )
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
-from attnlib.ops.triton.kernels.state_rows import (
-    choose,
-    choose_rows,
-    chunk_rows,
-    load_chunk,
-    load_values,
-    store_chunk,
-    store_values,
-)
 
 __all__ = [
     "load_prepared",
@@ -101,8 +93,8 @@ def state_matrices_kernel(
     tokens = requests.open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
     tails = Tail(tail_k, tail_k, tail_decay, tail_beta)
     tail = requests.open_tail(tails, request.source, head, CONFIG)
-    rows = chunk_rows(request, start, CONFIG)
-    chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
+    rows = inputs.chunk_rows(request, start, CONFIG)
+    chunk = inputs.choose_rows(inputs.load_chunk(rows, tokens, tail, CONFIG), CONFIG)
     factors = chunk_factors(chunk, 1.0, CONFIG)
     solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     place = prepared_rows(workspace, chunks, tl.program_id(0) - chunks, head, CONFIG)
@@ -137,13 +129,13 @@ def state_tail_kernel(
     target = requests.open_tail(tails, request.slot, head, CONFIG)
     first = requests.first_written(request, CONFIG)
     for start in range(requests.kept_state(request, CONFIG), request.end, CONFIG.C):
-        rows = chunk_rows(request, start, CONFIG)
+        rows = inputs.chunk_rows(request, start, CONFIG)
         wanted = (rows.position >= first) & (rows.position < request.end)
-        chunk = choose_rows(load_chunk(rows, tokens, tail, CONFIG), CONFIG)
+        chunk = inputs.choose_rows(inputs.load_chunk(rows, tokens, tail, CONFIG), CONFIG)
         for block in tl.static_range(BLOCKS):
             columns = requests.value_columns(block, CONFIG)
-            values = choose(rows, load_values(rows, tokens, tail, columns, CONFIG))
-            store_values(rows, wanted, values, target, columns, CONFIG)
-        store_chunk(rows, wanted, chunk, target, head, CONFIG)
+            values = inputs.choose(rows, inputs.load_values(rows, tokens, tail, columns, CONFIG))
+            inputs.store_values(rows, wanted, values, target, columns, CONFIG)
+        inputs.store_chunk(rows, wanted, chunk, target, head, CONFIG)
     for block in tl.static_range(BLOCKS):
         requests.store_positions(positions, request, head, block, CONFIG)

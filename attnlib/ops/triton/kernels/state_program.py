@@ -8,21 +8,13 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels import state_requests as requests
+from attnlib.ops.triton.kernels import state_rows as inputs
 from attnlib.ops.triton.kernels import stored_state as stored
 from attnlib.ops.triton.kernels.decode_loads import load_decode
 from attnlib.ops.triton.kernels.state_chunk import advance_state, chunk_factors, chunk_outputs
 from attnlib.ops.triton.kernels.state_decode import decode_request
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 from attnlib.ops.triton.kernels.state_prefill import load_prepared, prepared_rows
-from attnlib.ops.triton.kernels.state_rows import (
-    choose,
-    choose_rows,
-    chunk_rows,
-    load_chunk,
-    load_values,
-    store_chunk,
-    store_values,
-)
 
 __all__ = ["compute_request", "load_first"]
 
@@ -42,7 +34,8 @@ class Here(NamedTuple):
         head, block: its head and its value rows, see `value_columns`.
         tokens, tail, target: `Tokens` of the head, and the `Tail` to read and to write.
         keep, first: the chunk whose state is stored, and the first position of the new tail.
-        workspace, chunks: matrices of the batch, and the number of the request's first chunk.
+        results: `Results` of the batch.
+        chunks: the number of the request's first chunk.
     """
 
     head: Any
@@ -52,7 +45,7 @@ class Here(NamedTuple):
     target: Any
     keep: Any
     first: Any
-    workspace: Any
+    results: Any
     chunks: Any
 
 
@@ -75,20 +68,20 @@ def _copy_state(request, base, s, state, columns, here, CONFIG: tl.constexpr):
 @triton.jit
 def _load(request, start, columns, here, CONFIG: tl.constexpr):
     """Return what `load_chunk` and `load_values` return of the chunk at `start`."""
-    rows = chunk_rows(request, start, CONFIG)
-    chunk = load_chunk(rows, here.tokens, here.tail, CONFIG)
-    return chunk, load_values(rows, here.tokens, here.tail, columns, CONFIG)
+    rows = inputs.chunk_rows(request, start, CONFIG)
+    chunk = inputs.load_chunk(rows, here.tokens, here.tail, CONFIG)
+    return chunk, inputs.load_values(rows, here.tokens, here.tail, columns, CONFIG)
 
 
 @triton.jit
-def _prepare(chunk, number, scale, here, CONFIG: tl.constexpr):
+def _prepare(chunk, number, here, CONFIG: tl.constexpr):
     """Return the `Prepared` of a chunk, the `number`-th of its request, that was just loaded."""
-    chunk = choose_rows(chunk, CONFIG)
+    chunk = inputs.choose_rows(chunk, CONFIG)
     if CONFIG.PREPARED:
-        place = prepared_rows(here.workspace, here.chunks, number, here.head, CONFIG)
-        solve, pairs, factors = load_prepared(place, scale, CONFIG)
+        place = prepared_rows(here.results.workspace, here.chunks, number, here.head, CONFIG)
+        solve, pairs, factors = load_prepared(place, here.results.scale, CONFIG)
     else:
-        factors = chunk_factors(chunk, scale, CONFIG)
+        factors = chunk_factors(chunk, here.results.scale, CONFIG)
         solve, pairs = chunk_matrices(chunk, factors, CONFIG)
     return Prepared(chunk, factors, solve, pairs)
 
@@ -100,17 +93,15 @@ def _store_shared(request, prepared, here, CONFIG: tl.constexpr):
         rows = prepared.chunk.rows
         wanted = (rows.position >= here.first) & (rows.position < request.end)
         if here.block == 0:
-            store_chunk(rows, wanted, prepared.chunk, here.target, here.head, CONFIG)
+            inputs.store_chunk(rows, wanted, prepared.chunk, here.target, here.head, CONFIG)
 
 
 @triton.jit
-def _compute_rows(
-    request, start, s, value, prepared, state, skip, out, columns, here, CONFIG: tl.constexpr
-):
+def _compute_rows(request, start, s, value, prepared, state, columns, here, CONFIG: tl.constexpr):
     """Compute the value rows `columns` of the chunk that begins at `start`, write their outputs and
     their part of the tail, and return the state after it; that of a chunk with rows left is `s`."""
     head, rows = here.head, prepared.chunk.rows
-    values = choose(rows, value)
+    values = inputs.choose(rows, value)
     if CONFIG.RELOAD:
         # The compiler would keep the parts that it loads twice without a barrier.
         tl.debug_barrier()
@@ -119,11 +110,11 @@ def _compute_rows(
         s, prepared.chunk, value, prepared.factors, prepared.solve, prepared.pairs, CONFIG
     )
     if CONFIG.HAS_SKIP:
-        o = o + tl.trans(value) * tl.load(skip + head).to(tl.float32)
-    _store_outputs(out + head * CONFIG.O_H, rows, o, columns, CONFIG)
+        o = o + tl.trans(value) * tl.load(here.results.skip + head).to(tl.float32)
+    _store_outputs(here.results.out + head * CONFIG.O_H, rows, o, columns, CONFIG)
     if not CONFIG.PREPARED:
         wanted = (rows.position >= here.first) & (rows.position < request.end)
-        store_values(rows, wanted, values, here.target, columns, CONFIG)
+        inputs.store_values(rows, wanted, values, here.target, columns, CONFIG)
     if CONFIG.RELOAD:
         tl.debug_barrier()
     after = start + CONFIG.C
@@ -137,12 +128,12 @@ def _compute_rows(
 
 
 @triton.jit
-def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.constexpr):
+def _compute_passes(request, base, s, slots, here, CONFIG: tl.constexpr):
     """Compute the one new token of a request, which is in the chunk that begins at `base`: all
     value rows of the program, ROWS at a time. Each pass loads the rows of the next one first."""
     columns = requests.pass_columns(here.block, 0, CONFIG)
     chunk, value = _load(request, base, columns, here, CONFIG)
-    prepared = _prepare(chunk, 0, scale, here, CONFIG)
+    prepared = _prepare(chunk, 0, here, CONFIG)
     _store_shared(request, prepared, here, CONFIG)
     rows = prepared.chunk.rows
     for number in range(0, CONFIG.PASSES):
@@ -150,12 +141,10 @@ def _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG: tl.
         # Rows after the last ones do not exist.
         behind = requests.pass_columns(here.block, number + 1, CONFIG)
         next_s = stored.load_state(slots.state, request.source, here.head, behind, base, CONFIG)
-        next_value = load_values(rows, here.tokens, here.tail, behind, CONFIG)
+        next_value = inputs.load_values(rows, here.tokens, here.tail, behind, CONFIG)
         x = stored.settle_state(s, base, CONFIG)
         _copy_state(request, base, x, slots.state, columns, here, CONFIG)
-        _compute_rows(
-            request, base, x, value, prepared, slots.state, skip, out, columns, here, CONFIG
-        )
+        _compute_rows(request, base, x, value, prepared, slots.state, columns, here, CONFIG)
         s, value = next_s, next_value
 
 
@@ -174,18 +163,7 @@ def load_first(request, base, tokens, slots, FUSED: tl.constexpr, CONFIG: tl.con
 
 @triton.jit
 def compute_request(
-    request,
-    number,
-    base,
-    s,
-    tokens,
-    slots,
-    skip,
-    out,
-    workspace,
-    scale,
-    FUSED: tl.constexpr,
-    CONFIG: tl.constexpr,
+    request, number, base, s, tokens, slots, results, FUSED: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Compute the step of a request for the value rows and the head of this program, and write its
     outputs and its slot. `s` is what `load_first` returns of the state at `base`, `number` the
@@ -199,23 +177,22 @@ def compute_request(
         requests.open_tail(slots.tail, request.slot, head, CONFIG),
         requests.kept_state(request, CONFIG),
         requests.first_written(request, CONFIG),
-        workspace,
+        results,
         request.first // CONFIG.C + number * CONFIG.EXTRA,
     )
     if CONFIG.GROUP:
-        decode_request(request, base, s, tokens, slots, skip, out, scale, FUSED, CONFIG)
+        decode_request(request, base, s, tokens, slots, results, FUSED, CONFIG)
     elif CONFIG.D == 0 and not CONFIG.PREPARED:
-        _compute_passes(request, base, s, slots, skip, out, scale, here, CONFIG)
+        _compute_passes(request, base, s, slots, here, CONFIG)
     else:
         columns = requests.pass_columns(block, 0, CONFIG)
         s = stored.settle_state(s, base, CONFIG)
         _copy_state(request, base, s, slots.state, columns, here, CONFIG)
         for start in range(base, request.end, CONFIG.C):
             chunk, value = _load(request, start, columns, here, CONFIG)
-            prepared = _prepare(chunk, (start - base) // CONFIG.C, scale, here, CONFIG)
-            s = _compute_rows(
-                request, start, s, value, prepared, slots.state, skip, out, columns, here, CONFIG
-            )
+            prepared = _prepare(chunk, (start - base) // CONFIG.C, here, CONFIG)
+            given = s, value, prepared, slots.state, columns
+            s = _compute_rows(request, start, *given, here, CONFIG)
             _store_shared(request, prepared, here, CONFIG)
     if not CONFIG.PREPARED and not CONFIG.GROUP:
         requests.store_positions(slots.positions, request, head, block, CONFIG)

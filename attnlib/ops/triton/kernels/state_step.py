@@ -13,7 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import UNALIGNED, Slots, StateBatch, Tail, Tokens
+from attnlib.ops.triton.kernels.state_arguments import (
+    UNALIGNED,
+    Results,
+    Slots,
+    StateBatch,
+    Tail,
+    Tokens,
+)
 from attnlib.ops.triton.kernels.state_program import compute_request, load_first
 from attnlib.ops.triton.kernels.state_requests import load_base, open_request
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
@@ -48,5 +55,5 @@ def state_step_kernel(
     base = load_base(positions, request, head, block, CONFIG)
     tokens = Tokens(q, k, v, decay, beta)
     s = load_first(request, base, tokens, slots_of, False, CONFIG)
-    given = skip, out, workspace, scale
-    compute_request(request, number, base, s, tokens, slots_of, *given, False, CONFIG)
+    results = Results(skip, out, workspace, scale)
+    compute_request(request, number, base, s, tokens, slots_of, results, False, CONFIG)

@@ -8,16 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from attnlib.ops.triton.heuristics.device import device_guard
+from attnlib.ops.triton.launch import sequence
 from attnlib.ops.triton.launch.bound import ALIGNMENT, BoundLaunch
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.launch.sequence import (
-    Launches,
-    Part,
-    Source,
-    batch_sources,
-    bind_step,
-    prepare_sequence,
-)
 
 __all__ = ["KernelLaunch"]
 
@@ -99,15 +92,13 @@ class _KeptLaunch:
             return None
         integers = [number for number in numbers if isinstance(number, int)]
         if self._template is None:
-            given, of_batch = (
-                tuple(map(Source, range(len(tensors)))),
-                iter(batch_sources(len(integers))),
-            )
+            given = tuple(map(sequence.Source, range(len(tensors))))
+            of_batch = iter(sequence.batch_sources(len(integers)))
             rest = (next(of_batch) if isinstance(number, int) else number for number in numbers)
-            launches = Launches((bind_step(self._launch, True, True, (*given, *rest)),))
-            count = len(integers)
-            self._template = prepare_sequence(
-                [Part(launches)], self._index, len(tensors), {}, count, aligned=given
+            step = sequence.bind_step(self._launch, True, True, (*given, *rest))
+            parts = [sequence.Part(sequence.Launches((step,)))]
+            self._template = sequence.prepare_sequence(
+                parts, self._index, len(tensors), {}, len(integers), aligned=given
             )
         bound: Callable[..., bool] = self._template.bind(tuple(integers))
         return bound
