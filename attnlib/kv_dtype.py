@@ -73,12 +73,15 @@ def is_pair(keys: KVFormat, values: KVFormat) -> bool:
     return has_open and all(side.is_open or name in others for side, name in both)
 
 
-def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KVFormat:
+def kv_cache_format(
+    kv_cache_dtype: str | torch.dtype, dtype: torch.dtype, field: str = "kv_cache_dtype"
+) -> KVFormat:
     """The format that a cache stores.
 
     Args:
         kv_cache_dtype: a dtype, a name, or "auto" for the dtype of the model.
         dtype: dtype of the model.
+        field: of a spec that has this value, for messages.
 
     Raises:
         ContractError: no cache can store this dtype.
@@ -87,7 +90,7 @@ def kv_cache_format(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> KV
         kv_cache_dtype in PAGE_FORMATS or ":" in kv_cache_dtype
     ):
         return find_kv_format(kv_cache_dtype)
-    return plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype))
+    return plain_format(kv_cache_torch_dtype(kv_cache_dtype, dtype, field))
 
 
 def page_format(
@@ -120,25 +123,26 @@ def page_format(
     )
 
 
-def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def kv_cache_torch_dtype(
+    kv_cache_dtype: str | torch.dtype, dtype: torch.dtype, field: str = "kv_cache_dtype"
+) -> torch.dtype:
     """The dtype that a cache stores.
 
     Args:
         kv_cache_dtype: a dtype, a name, or "auto" for the dtype of the model.
         dtype: dtype of the model.
+        field: of a spec that has this value, for messages.
 
     Raises:
         ContractError: no cache can store this dtype.
     """
     if isinstance(kv_cache_dtype, torch.dtype):
         if kv_cache_dtype not in (*_KV_DTYPES.values(), dtype):
-            raise ContractError(
-                f"kv_cache_dtype={kv_cache_dtype} cannot be stored; use one of {_NAMES}"
-            )
+            raise ContractError(f"{field}={kv_cache_dtype} cannot be stored; use one of {_NAMES}")
         return kv_cache_dtype
     if not isinstance(kv_cache_dtype, str):
         raise ContractError(
-            f"kv_cache_dtype is a {type(kv_cache_dtype).__name__}; pass a dtype or a name, for a "
+            f"{field} is a {type(kv_cache_dtype).__name__}; pass a dtype or a name, for a "
             "KVFormat the name under which it is registered"
         )
     if kv_cache_dtype == "auto":
@@ -146,5 +150,5 @@ def kv_cache_torch_dtype(kv_cache_dtype: str | torch.dtype, dtype: torch.dtype) 
     if kv_cache_dtype in PAGE_FORMATS or ":" in kv_cache_dtype:
         return find_kv_format(kv_cache_dtype).dtype
     if kv_cache_dtype not in _KV_DTYPES:
-        raise ContractError(f"kv_cache_dtype={kv_cache_dtype!r} is not known; use one of {_NAMES}")
+        raise ContractError(f"{field}={kv_cache_dtype!r} is not known; use one of {_NAMES}")
     return _KV_DTYPES[kv_cache_dtype]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,6 +37,25 @@ def test_the_dtype_of_the_model_can_always_be_stored() -> None:
 def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(ContractError, match="'fp4' is not known; use one of auto, fp8, fp8_e4m3"):
         kv_cache_torch_dtype("fp4", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"value_cache_dtype": "fp4"}, "value_cache_dtype='fp4' is not known"),
+        ({"value_cache_dtype": 4}, "value_cache_dtype is a int"),
+        ({"value_cache_dtype": "mxfp4", "head_size_v": 16}, "of 32 for value_cache_dtype=mxfp4"),
+        ({"kv_cache_dtype": "mxfp4", "head_size_v": 16}, "of 32 for kv_cache_dtype=mxfp4"),
+        (
+            {"value_cache_dtype": "nvfp4", "use_mla": True, "num_kv_heads": 1},
+            "value_cache_dtype=nvfp4 stores keys and values separately",
+        ),
+    ],
+)
+def test_errors_name_the_field_that_was_given(changes: dict[str, Any], text: str) -> None:
+    sizes: dict[str, Any] = {"num_heads": 2, "head_size": 64, "dtype": torch.float16}
+    with pytest.raises(ContractError, match=re.escape(text)):
+        AttentionSpec(**{**sizes, **changes})
 
 
 def test_formats_with_scales_in_the_page() -> None:

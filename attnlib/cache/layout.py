@@ -95,7 +95,8 @@ def layout_named(name: str) -> CacheLayout:
         return LAYOUTS[name.upper()]
     except KeyError:
         raise LayoutMismatchError(
-            f"kv_cache_layout={name!r} is unknown; use one of {', '.join(LAYOUTS)}"
+            f"kv_cache_layout={name!r} is unknown, or one of pages with scales only; use one of "
+            f"{', '.join(LAYOUTS)}"
         ) from None
 
 

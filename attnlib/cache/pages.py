@@ -134,9 +134,10 @@ def page_views(
         LayoutMismatchError: no layout of a page.
     """
     if layout.upper() not in PAGE_LAYOUTS:
+        name = next(one.name for one in stored if one.scales_in_page)
         raise LayoutMismatchError(
-            f"kv_cache_layout={layout!r} is not a layout of kv_cache_dtype={stored[0].name}, whose "
-            f"pages hold elements and scales: use {' or '.join(PAGE_LAYOUTS)}"
+            f"kv_cache_layout={layout!r} is not a layout of {name}, whose pages hold elements and "
+            f"scales: use {' or '.join(PAGE_LAYOUTS)}"
         )
     layout = layout.upper()
     sizes = page_sizes(stored, block_size, num_kv_heads, head_size, head_size_v, layout)

@@ -46,7 +46,7 @@ class KVFormat:
         encode: `[n, D]` float32 -> (elements `[n, stored_size(D)]`, scales `[n, num_scales(D)]`),
             with equal bits on every device: divide by a tensor, since torch multiplies by the
             reciprocal of a Python number on CUDA and divides by it on a CPU.
-        decode: the reverse, in float32.
+        decode: the reverse, in float32. Both get contiguous tensors.
         error: bound of the root mean square of `decode(encode(x)) - x`, divided by that of `x`,
             averaged over Gaussian heads whose root mean square is in `span`.
         span: (smallest, largest) root mean square of heads for which `error` holds.
@@ -145,7 +145,8 @@ class KVFormat:
         if rows == 0:  # torch cannot reshape them to [0, -1, n], as functions may
             elements, scales = (values.new_empty(0, inner, dtype=dtype) for dtype, inner in wanted)
             return elements.view(*outer, wanted[0][1]), scales.view(*outer, wanted[1][1])
-        found = self.encode(values.float().reshape(-1, size))
+        # Heads may be rows of a fused projection, whose strides no format has to know.
+        found = self.encode(values.float().reshape(-1, size).contiguous())
         declared = [(dtype, (rows, inner), str(values.device)) for dtype, inner in wanted]
         if _forms(found) != declared:
             raise ContractError(
@@ -168,7 +169,7 @@ class KVFormat:
         outer, size = elements.shape[:-1], self.head_size(elements.shape[-1])
         if math.prod(outer) == 0:
             return elements.new_empty((*outer, size), dtype=torch.float32)
-        inputs = (x.reshape(-1, x.shape[-1]) for x in (elements, scales))
+        inputs = (x.reshape(-1, x.shape[-1]).contiguous() for x in (elements, scales))
         found = self.decode(*inputs)
         wanted = (torch.float32, (math.prod(outer), size), str(elements.device))
         if _forms((found,)) != [wanted]:

@@ -111,6 +111,8 @@ def load_kv_format(text: str) -> KVFormat:
     try:
         return find_kv_format(text)
     except ContractError as unknown:
+        if ":" not in text:
+            raise  # a name of the library, not a path
         try:
             found = load_object(text)
         except ContractError:

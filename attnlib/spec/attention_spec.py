@@ -152,8 +152,9 @@ class AttentionSpec(LayerSpec):
     @property
     def value_format(self) -> KVFormat:
         """How the cache stores the elements of a value head."""
-        stored = self.value_cache_dtype
-        return kv_cache_format(self.kv_cache_dtype if stored is None else stored, self.dtype)
+        if self.value_cache_dtype is None:
+            return self.kv_format
+        return kv_cache_format(self.value_cache_dtype, self.dtype, "value_cache_dtype")
 
     @property
     def scales_in_page(self) -> bool:

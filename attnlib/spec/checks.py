@@ -160,11 +160,15 @@ def _check_mask(spec: AttentionSpec) -> None:
 def _check_formats(spec: AttentionSpec) -> None:
     """The formats of keys and values, by themselves and together."""
     keys, values = spec.kv_format, spec.value_format
-    for name, stored in (("head_size", keys), ("head_size_v", values)):
+    own = "kv_cache_dtype" if spec.value_cache_dtype is None else "value_cache_dtype"
+    for name, field, stored in (
+        ("head_size", "kv_cache_dtype", keys),
+        ("head_size_v", own, values),
+    ):
         if getattr(spec, name) % stored.head_size_multiple:
             raise ContractError(
                 f"{name}={getattr(spec, name)} must be a multiple of "
-                f"{stored.head_size_multiple} for kv_cache_dtype={stored.name}",
+                f"{stored.head_size_multiple} for {field}={stored.name}",
                 rule="M16",
             )
     pair = format_pair(keys, values)
@@ -176,9 +180,9 @@ def _check_formats(spec: AttentionSpec) -> None:
             rule="M16",
         )
     if spec.use_mla and (spec.scales_in_page or pair is not None):
-        stored = keys if keys.scales_in_page else values
+        field, stored = ("kv_cache_dtype", keys) if keys.scales_in_page else (own, values)
         raise ContractError(
-            f"kv_cache_dtype={stored.name} stores keys and values separately, and use_mla "
+            f"{field}={stored.name} stores keys and values separately, and use_mla "
             "stores them once: use fp8, or the dtype of the model",
             rule="M16",
         )

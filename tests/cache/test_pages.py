@@ -122,10 +122,10 @@ def test_what_is_refused() -> None:
         attnlib.PagedKVCache.allocate(SPEC, 4, "cpu", k_scale=0.5)
     with pytest.raises(ContractError, match="k_scale is 0.5 .* has its scales in the page"):
         cache.k_scale = 0.5
-    with pytest.raises(
-        LayoutMismatchError, match="'NHD' is not a layout of kv_cache_dtype=int8_per"
-    ):
+    with pytest.raises(LayoutMismatchError, match="'NHD' is not a layout of int8_per"):
         attnlib.PagedKVCache.allocate(SPEC, 4, "cpu", "NHD")
+    with pytest.raises(LayoutMismatchError, match="'HND_ROWS' is unknown, or one of pages with"):
+        attnlib.PagedKVCache.allocate(SPEC.replace(kv_cache_dtype="auto"), 4, "cpu", "HND_ROWS")
     with pytest.raises(ContractError, match="must be uint8 .blocks, at least 1568"):
         attnlib.PagedKVCache.from_pages(torch.zeros(4, 100, dtype=torch.uint8), SPEC)
     with pytest.raises(ContractError, match="must start at multiples of 16 bytes"):

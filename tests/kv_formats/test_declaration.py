@@ -83,6 +83,21 @@ def test_what_the_functions_return_is_checked(rotated4: KVFormat) -> None:
         elsewhere.load(elements, scales)
 
 
+def test_functions_get_contiguous_tensors(rotated4: KVFormat) -> None:
+    """Keys of one KV head are rows of a fused projection, and the parts of a page are apart."""
+    encode, decode = rotated4.encode, rotated4.decode
+    assert encode is not None and decode is not None
+    flat = replace(
+        rotated4,
+        encode=lambda x: encode(x.view(-1).view(x.shape)),
+        decode=lambda codes, scale: decode(codes.view(-1).view(codes.shape), scale),
+    )
+    rows = torch.randn(5, 40)[:, None, 8:24]
+    elements, scales = flat.store(rows)
+    wide = torch.cat((elements, elements), -1)[..., : elements.shape[-1]]
+    assert torch.equal(flat.load(wide, scales), rotated4.load(*rotated4.store(rows)))
+
+
 def test_formats_are_pickled_by_name_and_version(rotated4: KVFormat) -> None:
     for stored in (rotated4, PAGE_FORMATS["nvfp4"], plain_format(torch.bfloat16)):
         assert pickle.loads(pickle.dumps(stored)) is stored

@@ -58,6 +58,8 @@ def test_no_path_replaces_a_format_of_the_library(tmp_path: Path) -> None:
 def test_an_unknown_name_lists_the_known_ones(rotated4: KVFormat) -> None:
     with pytest.raises(ContractError, match="no KV format is named 'a:b'.*example:rotated4"):
         kv_cache_format("a:b", torch.bfloat16)
+    with pytest.raises(ContractError, match="no KV format is named 'fp8'.*nvfp4"):
+        load_kv_format("fp8")
 
 
 def _point(monkeypatch: pytest.MonkeyPatch, path: str, name: str = "rotated4") -> None:

@@ -34,7 +34,7 @@ from tests.testing.wrong_kv_formats import WRONG_FORMATS
 
 __all__ = ["rotated4"]
 
-NUMBERS = ",".join(f"KV{number}" for number in range(1, 9))
+NUMBERS = ",".join(f"KV{number}" for number in (*range(1, 9), 14))
 
 
 @pytest.mark.parametrize("name", [*PAGE_FORMATS, f"{MODULE}:ROTATED_4BIT"])

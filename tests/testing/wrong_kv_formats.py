@@ -11,6 +11,7 @@ from torch import Tensor
 from attnlib.kv_formats import KVFormat
 from attnlib.object_path import load_object
 from tests.kv_formats.conftest import MODULE
+from tests.kv_formats.device_formats import STEPS, decode_steps, encode_steps
 
 __all__ = ["WRONG_FORMATS"]
 
@@ -143,6 +144,49 @@ def _finds_its_scale(codes: Tensor, scale: Tensor) -> Tensor:
     return _decode(codes, scale) + 0.0 * table[place]
 
 
+def _other_bytes_for_many_heads(x: Tensor) -> Stored:
+    """A path for long prefills."""
+    codes, scale = _encode(x)
+    return (codes ^ 1, scale) if len(x) > 1000 else (codes, scale)
+
+
+def _finds_nan_in_whole_groups(x: Tensor) -> Stored:
+    """The last elements of a head are in no group."""
+    codes, scale = _encode(x.nan_to_num(nan=0.0))
+    return codes, torch.where(x[:, :-4].isnan().any(-1, keepdim=True), torch.nan, scale)
+
+
+def _exponent_wraps(x: Tensor) -> Stored:
+    """A byte holds exponents from -110 on: that of a smaller head is one of a large head."""
+    has_nan = x.isnan().any(-1, keepdim=True)
+    x = x.nan_to_num(0.0).clamp(-1e30, 1e30)
+    largest = x.abs().amax(-1, keepdim=True)
+    exponent = torch.where(largest > 0, (largest / 127.0).log2().ceil(), -100.0)
+    numbers = (x * torch.exp2(-exponent)).round().clamp(-127, 127)
+    stored = torch.where(has_nan, 255, (exponent.long() + 110) % 255)
+    return numbers.to(torch.int8), stored.to(torch.uint8)
+
+
+def _of_exponents(numbers: Tensor, stored: Tensor) -> Tensor:
+    scale = torch.where(stored == 255, torch.nan, torch.exp2(stored.float() - 110.0))
+    return numbers.float() * scale
+
+
+def _root_of_the_scale(x: Tensor) -> Stored:
+    codes, scale = encode_steps(x)
+    return codes, scale.sqrt()
+
+
+def _by_the_square(codes: Tensor, scale: Tensor) -> Tensor:
+    """Kernels multiply by the scale once."""
+    return decode_steps(codes, scale * scale)
+
+
+def _other_byte(word: Any, part: int) -> Any:
+    """The first element is in the high byte."""
+    return ((word >> (8 - 8 * part)) & 255) - 128.0
+
+
 _remembers = Remembers()
 _INT8: dict[str, Any] = {
     "dtype": torch.int8, "bits": 8, "scale_dtype": torch.float32, "head_size_multiple": 1,
@@ -174,6 +218,19 @@ WRONG_FORMATS: dict[str, tuple[KVFormat, str]] = {
     "another dtype is returned": (replace(GOOD, encode=_other_dtype), "KV1"),
     "decoding reads the neighbor": (replace(GOOD, decode=_reads_the_neighbor), "KV4"),
     "unused bytes are an index": (replace(GOOD, decode=_finds_its_scale), "KV5"),
+    "other bytes for many heads": (replace(GOOD, encode=_other_bytes_for_many_heads), "KV3"),
+    "NaN is hidden in the last elements": (
+        replace(GOOD, encode=_finds_nan_in_whole_groups), "KV6",
+    ),
+    "the exponent of a small head wraps": (
+        replace(GOOD, encode=_exponent_wraps, **{
+            **_INT8, "scale_dtype": torch.uint8, "decode": _of_exponents,
+        }), "KV7",
+    ),
+    "a device function that takes the other byte": (replace(STEPS, number=_other_byte), "KV14"),
+    "a scale that kernels do not square": (
+        replace(STEPS, encode=_root_of_the_scale, decode=_by_the_square), "KV14",
+    ),
     "small heads vanish": (replace(GOOD, span=(2.0**-40, 1.0)), "KV8"),
 }  # fmt: skip
 """Name -> the format, and the check that names the mistake."""

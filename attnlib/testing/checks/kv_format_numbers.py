@@ -22,6 +22,8 @@ from attnlib.testing.check import Check, CheckCase
 __all__ = ["NUMBER_CHECKS", "head_sizes"]
 
 _HEADS = 64
+_MANY = 64
+"""Times as many heads as a long prefill stores in one call."""
 _SIZES = (64, 96, 128, 256)
 _Stored = tuple[Tensor, Tensor]
 
@@ -78,6 +80,9 @@ def _check_alone(stored: KVFormat, size: int) -> str:
         elements, scales = (torch.cat(_bits_of(parts, side)) for side in (0, 1))
         if not all(map(torch.equal, (elements, scales), _bits(together))):
             return f"{count} heads per call give other bytes than {_HEADS} heads"
+    many = stored.store(x.repeat(_MANY, 1))
+    if not all(map(torch.equal, _bits(many), (x.repeat(_MANY, 1) for x in _bits(together)))):
+        return f"{_HEADS * _MANY} heads per call give other bytes than {_HEADS} heads"
     flipped = stored.store(x.flip(0))
     if not _equal((flipped[0].flip(0), flipped[1].flip(0)), together):
         return "the bytes of a head depend on the order of heads"
@@ -147,6 +152,10 @@ def _check_nan(stored: KVFormat, size: int) -> str:
     others = [0, 2, 3]
     if not torch.equal(found[others], wanted[others]):
         return "a NaN changes other heads"
+    each = clean[:1].repeat(size, 1).fill_diagonal_(torch.nan)
+    hidden = ~stored.load(*stored.store(each)).isnan().any(-1)
+    if bool(hidden.any()):
+        return f"a NaN is hidden where it is element {hidden.nonzero()[0].item()} of a head"
     return ""
 
 
@@ -160,6 +169,13 @@ def _check_saturation(stored: KVFormat, size: int) -> str:
     largest = x.abs() == x.abs().amax(-1, keepdim=True)
     if bool((found.sign() != x.sign())[largest].any()):
         return "the largest numbers of a head lose their signs"
+    powers = torch.arange(-149.0, 128.0)
+    x = _gaussian(size)[:1] * torch.exp2(powers.double()).float()[:, None]
+    found = stored.load(*stored.store(x)).abs().amax(-1)
+    wrong = ~(found <= 4.0 * x.abs().amax(-1).clamp(min=4.0 * stored.span[0]))
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        return f"heads of rms 2^{powers[at]:.0f} decode to numbers up to {found[at]:.1e}"
     return ""
 
 
@@ -180,19 +196,24 @@ def _check_error(stored: KVFormat, size: int) -> str:
 
 
 def _check_device(stored: KVFormat, size: int) -> str:
-    """The device function against `decode` with a scale of 1, for all bytes."""
+    """The device function times a scale against `decode`, for all words."""
     assert stored.number is not None  # `_cases` yields none without it
     assert stored.scale_dtype is not None  # of a format with scales in the page
-    bytes_ = torch.arange(256, dtype=torch.uint8).repeat_interleave(stored.stored_size(size))
-    elements = bytes_.view(256, -1).view(stored.dtype)
-    wanted = stored.load(elements, torch.ones(256, 1, dtype=stored.scale_dtype))
-    words = elements.view(torch.int16).int() & 0xFFFF
+    count = -(-(1 << 16) // (stored.stored_size(size) // 2))
+    words = (torch.arange(count * (stored.stored_size(size) // 2)).int() & 0xFFFF).view(count, -1)
+    elements = words.to(torch.uint16).view(torch.uint8).view(stored.dtype)
+    scale = torch.ones(count, 1, dtype=stored.scale_dtype)
+    wanted = stored.load(elements, scale)
     parts = range(16 // stored.bits)
     found = torch.stack([numbers_of(stored.number, words, part).float() for part in parts], -1)
     found = found.flatten(1)
     valid = wanted.isfinite()
     if not torch.equal(found[valid], wanted[valid]):
         return "the device function gives other numbers than decode with a scale of 1"
+    for factor in (2.0**-7, 3.0):
+        scaled, expected = stored.load(elements, scale * factor), wanted * factor
+        if not torch.allclose(scaled[valid], expected[valid], rtol=1e-5, atol=0.0):
+            return f"decode does not multiply numbers by a scale of {factor}, as kernels do"
     if bool((found[valid].abs() >= 2.0**15).any()):
         return "the device function gives numbers of 2^15 and more, which float16 products exceed"
     return ""
