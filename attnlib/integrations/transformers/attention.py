@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from attnlib.errors import UnsupportedConfigError
@@ -19,7 +20,7 @@ from attnlib.integrations.transformers.continuous import attend_continuous
 from attnlib.integrations.transformers.decode_again import attend_known_decode
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
-from attnlib.integrations.transformers.inference_only import InferenceOnly
+from attnlib.integrations.transformers.inference_only import InferenceOnly, refuse_transforms
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import refuse_export
@@ -70,15 +71,15 @@ def attnlib_attention(
         `[B, T, Hq, Dv]`, and the weights `[B, Hq, T, S]` if `output_attentions=True`, else None.
 
     Raises:
-        UnsupportedConfigError, ContractError: training, export, what no backend supports, lost
-            arguments of a paged step, or a mask that does not fit.
+        UnsupportedConfigError, ContractError: training, export, transforms of torch, what no
+            backend supports, lost arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     known = None
     if not (dropout or is_dynamo_compiling() or torch.is_grad_enabled()):
         is_new = type(attention_mask) is MaskTensor and attention_mask._cached is None
         known = attention_mask.step if is_new else known_step(attention_mask)  # type: ignore[union-attr]
-    if known is not None:
+    if known is not None and forward_ad._current_level < 0:
         if (decode := known.decode) is not None:
             again = decode.attend(query, key, value, scale, kwargs)
         else:
@@ -165,6 +166,7 @@ def _call(
 def _refuse(
     module: nn.Module, states: tuple[torch.Tensor, ...], dropout: float, kwargs: dict[str, Any]
 ) -> None:
+    refuse_transforms(layer_name(module), *states)
     if dropout:
         raise UnsupportedConfigError(
             f"{layer_name(module)}: dropout={dropout} in attention: attnlib computes inference "

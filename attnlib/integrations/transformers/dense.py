@@ -43,7 +43,7 @@ def attend_dense(
     Args:
         call: the attention call. Its window and causality are not applied: the mask contains them.
         mask: `[B or 1, Hq or 1, T or 1, S]`, bool (True where visible) or added to the scores; None
-            for none. Columns past S are ignored.
+            for none.
         bias: `[B or 1, Hq or 1, T or 1, S]` added to the scores, or None.
         reason: why no kernel argument expresses the mask, for messages.
 
@@ -87,8 +87,8 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
     for name, term in (("attention_mask", mask), ("position_bias", bias)):
         if term is None:
             continue
-        term = term[..., : call.key.shape[2]].to(call.query.device)
         _check_shape(name, term, call)
+        term = term.to(call.query.device)
         if term.dtype == torch.bool:
             term = torch.zeros_like(term, dtype=torch.float32).masked_fill_(~term, -torch.inf)
         else:  # transformers marks hidden keys by the lowest number of the dtype
@@ -104,7 +104,7 @@ def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
     ):
         raise ContractError(
             f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of "
-            f"{list(limits)} (batch, heads, T, S)"
+            f"{list(limits)} (batch, heads, T, S), with the S keys that the layer's cache has kept"
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib.errors import UnsupportedConfigError
 
-__all__ = ["InferenceOnly", "refuse_backward"]
+__all__ = ["InferenceOnly", "refuse_backward", "refuse_transforms"]
 
 
 def refuse_backward() -> None:
@@ -18,6 +19,34 @@ def refuse_backward() -> None:
     raise UnsupportedConfigError(
         "attnlib's attention has no gradient: it computes inference only; train with "
         "attn_implementation='eager'"
+    )
+
+
+def refuse_transforms(name: str, *states: torch.Tensor) -> None:
+    """Refuse tensors that are not all in their memory, which kernels read: a tangent would silently
+    omit attention.
+
+    Args:
+        name: of the attention module.
+        states: query, key and value.
+
+    Raises:
+        UnsupportedConfigError: a tangent of forward-mode gradients, a transform of `torch.func`, or
+            the device `meta`.
+    """
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, states)):
+        found = "in a transform of torch.func"
+    elif states[0].is_meta:
+        found = "on the device 'meta'"
+    elif forward_ad._current_level >= 0 and any(
+        x.tangent is not None for x in map(forward_ad.unpack_dual, states)
+    ):
+        found = "with a tangent of forward-mode gradients"
+    else:
+        return
+    raise UnsupportedConfigError(
+        f"{name}: query, key or value is {found}, and attnlib computes from memory alone: run this "
+        f"model with attn_implementation='eager'"
     )
 
 

@@ -39,12 +39,12 @@ def visible_keys(mask: torch.Tensor, keys: int) -> torch.Tensor | None:
     """The keys that single queries see, `[B or 1, S]` bool; None for other masks.
 
     Args:
-        mask: `[B or 1, 1, 1, >= S]`, bool.
+        mask: `[B or 1, 1, 1, S]`, bool.
         keys: S.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         return None
-    return mask[:, 0, 0, :keys] if mask.shape[3] >= keys else None
+    return mask[:, 0, 0] if mask.shape[3] == keys else None
 
 
 def step_of_values(
@@ -56,13 +56,13 @@ def step_of_values(
     counts its modifications.
 
     Args:
-        mask: `[B or 1, 1, T, >= S]`, True or 0 where visible, False or the lowest number elsewhere.
+        mask: `[B or 1, 1, T, S]`, True or 0 where visible, False or the lowest number elsewhere.
         query: `[B, Hq, T, D]`.
         key: `[B, Hkv, S, D]`.
         window: W keys that the layer's window leaves visible; None for all.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    if mask.shape[1] != 1 or mask.shape[2] != queries or mask.shape[3] < keys:
+    if mask.shape[1] != 1 or mask.shape[2] != queries or mask.shape[3] != keys:
         return None
     if mask.shape[0] not in (1, batch):
         return None
@@ -72,7 +72,7 @@ def step_of_values(
         if found.mask() is mask and found.version == version and found.sizes == sizes:
             return found.step
     visible = _visible(mask.data)  # a view of the mask would keep it
-    step = None if visible is None else _described(visible[..., :keys], batch, window)
+    step = None if visible is None else _described(visible, batch, window)
     if version >= 0 and not is_transient():
         alive = [other for other in known if other.mask() is not None]
         known[:] = [*alive[-_MAX_KNOWN:], _Known(ref(mask), version, sizes, step)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.autograd import forward_ad
+from transformers import DynamicCache
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.attention import attnlib_attention
@@ -73,6 +77,41 @@ def test_training_is_refused() -> None:
     out, _ = attnlib_attention(Module().eval(), *required)
     with pytest.raises(UnsupportedConfigError, match="no gradient"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+        lambda f, x: torch.func.vmap(f)(x[None]),
+    ],
+)
+def test_transforms_of_functions_are_refused(transform: Any) -> None:
+    """Kernels read the memory below the tensors, which has no transform."""
+    model = decoder("mistral")
+    model.set_attn_implementation("attnlib")
+    with pytest.raises(UnsupportedConfigError, match="Attention.0: .* a transform of torch.func"):
+        transform(lambda x: model(inputs_embeds=x).logits, torch.ones(1, 7, 32))
+
+
+@torch.no_grad()
+def test_tangents_are_refused(backend: str) -> None:
+    """Forward-mode gradients, which kernels would omit, in prefills and after known decodes."""
+    model, cache = decoder("llama"), DynamicCache()
+    model.set_attn_implementation("attnlib")
+    for _ in range(3):
+        model(inputs_embeds=torch.ones(1, 1, 32), past_key_values=cache)
+    for given in (cache, None):
+        with forward_ad.dual_level(), pytest.raises(UnsupportedConfigError, match="a tangent"):
+            token = forward_ad.make_dual(torch.ones(1, 1, 32), torch.ones(1, 1, 32))
+            model(inputs_embeds=token, past_key_values=given)
+
+
+def test_tensors_without_values_are_refused() -> None:
+    """The device `meta`, whose models tell sizes."""
+    with pytest.raises(UnsupportedConfigError, match="Module.7: .* on the device 'meta'.*'eager'"):
+        attnlib_attention(Module(), *(tensor.to("meta") for tensor in states()))
 
 
 def test_sinks_per_token_are_refused() -> None:

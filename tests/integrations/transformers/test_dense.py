@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers import dense
 from attnlib.integrations.transformers.attention import attnlib_attention
 from tests.integrations.tiny_models import decoder, prompts, run
@@ -52,6 +53,19 @@ def test_a_mask_of_documents_over_a_cache(name: str) -> None:
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     found, _ = attnlib_attention(Module(), query, key, value, mask, **fields)  # type: ignore[arg-type]
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_mask_of_more_keys_than_a_window_keeps(tokens: int) -> None:
+    """A 4-D mask of all tokens, whose columns are not those of the keys in a layer's cache."""
+    model = decoder("gemma3")
+    cache = DynamicCache(config=model.config)
+    run(model, "attnlib", lambda m: m(torch.tensor(prompts(7, 7)), past_key_values=cache))
+    mask = torch.ones(2, 1, tokens, 7 + tokens, dtype=torch.bool)
+    mask[..., :3] = False
+    fields = {"attention_mask": mask, "past_key_values": cache}
+    with pytest.raises(ContractError, match=rf"1, {tokens}, {7 + tokens}\).*cache has kept"):
+        run(model, "attnlib", lambda m: m(torch.full((2, tokens), 5), **fields))
 
 
 def test_a_required_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

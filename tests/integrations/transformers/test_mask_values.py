@@ -107,12 +107,12 @@ def test_a_mask_that_is_written_is_read_again() -> None:
     assert again.attention_mask.sum() == 4
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1, 6), (1, 1, 2, 6), (1, 1, 1, 3)])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 6), (1, 1, 2, 6), (1, 1, 1, 3), (1, 1, 1, 8)])
 def test_visible_keys_of_other_masks(shape: tuple[int, ...]) -> None:
-    """A mask per head, of several queries, or of fewer keys."""
+    """A mask per head, of several queries, or of fewer or more keys."""
     assert visible_keys(torch.ones(shape, dtype=torch.bool), 6) is None
     assert visible_keys(torch.ones(1, 1, 1, 6), 6) is None
-    assert visible_keys(torch.ones(2, 1, 1, 8, dtype=torch.bool), 6).shape == (2, 6)
+    assert visible_keys(torch.ones(2, 1, 1, 6, dtype=torch.bool), 6).shape == (2, 6)
 
 
 def test_a_mask_of_the_user_is_served_by_the_backend_of_the_layer(monkeypatch: Any) -> None:
