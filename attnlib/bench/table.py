@@ -24,7 +24,7 @@ LEGEND = """\
 us: one call, by CUDA graph replay on cold caches (eager if marked)
 rate: K and V read, or operations on visible pairs, per second
 of peak: least time at the peak rates of this run divided by us
-vs best: time of triton divided by that of the fastest other backend
+vs best: us divided by that of the fastest other backend
 eager us: one eager call; write us: cache write
 build us, layer us: host time of one build and of one Attention call"""
 
@@ -67,7 +67,7 @@ def _row_lines(rows: Sequence[Row], row: Row) -> str:
     if row.status != "ok":
         shown = "WRONG" if row.status == "wrong" else row.status
         return f"  {row.backend.ljust(_COLUMNS[0][1])} {shown}: {_short(row.reason)}"
-    to_best = ratio(rows, row)
+    to_best = ratio(rows, row) or _to_best(rows, row)
     cells = [
         row.backend,
         _number(row.us),
@@ -80,6 +80,19 @@ def _row_lines(rows: Sequence[Row], row: Row) -> str:
     marks += [] if row.checked else ["NOT CHECKED"]
     marks += [_short(row.note)] if row.note else []
     return _line(cells) + (f"  [{'; '.join(marks)}]" if marks else "")
+
+
+def _to_best(rows: Sequence[Row], row: Row) -> float | None:
+    """The time of a row divided by that of the fastest other one of its case, run and timing."""
+    others = [
+        other.us
+        for other in rows
+        if other is not row
+        and other.status == "ok"
+        and other.us
+        and (other.case, other.run, other.how) == (row.case, row.run, row.how)
+    ]
+    return row.us / min(others) if row.us and others else None
 
 
 def rate(row: Row) -> str:

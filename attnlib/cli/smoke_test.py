@@ -56,19 +56,23 @@ def _supported_spec(backend: type[AttentionBackend], device: DeviceInfo) -> Atte
 def _run(
     backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(backend output, reference): one request without context, and one prefill of 8 tokens."""
+    """(backend output, reference): a request of one token, and one whose second block is before its
+    first one in the cache."""
     generator = torch.Generator().manual_seed(0)
+    lens = [1, spec.block_size + 7]
+    rows = sum(lens)
     q, k, v = (
-        torch.randn(9, heads, 64, generator=generator).to(device, spec.dtype) for heads in (4, 2, 2)
+        torch.randn(rows, heads, 64, generator=generator).to(device, spec.dtype)
+        for heads in (4, 2, 2)
     )
     cache = PagedKVCache.allocate(spec, 4, device)
     common = CommonAttentionMetadata.from_lengths(
-        [1, 8], [1, 8], [[2], [1]], spec.block_size, device
+        lens, lens, [[2], [3, 1]], spec.block_size, device
     )
     step = backend.make_builder(spec, device).build(0, common)
     out: torch.Tensor = Attention(spec, backend=backend, device=device)(q, k, v, cache, step)
     wide_k, wide_v = (x.float().repeat_interleave(2, dim=1) for x in (k, v))
-    visible = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    visible = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     visible[1:, 0] = False
     scores = torch.einsum("qhd,khd->hqk", q.float(), wide_k) / 8.0
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)

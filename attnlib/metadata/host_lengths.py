@@ -46,9 +46,12 @@ def check_type(common: object) -> None:
         ContractError: an object of another type.
     """
     if not isinstance(common, CommonAttentionMetadata):
+        action = "use CommonAttentionMetadata.from_lengths"
+        if hasattr(common, "build"):  # a `StateGroupBatch`, which has metadata for each layer
+            action = "call its method build(builder)"
         raise ContractError(
             f"common_attn_metadata is a {type(common).__name__}; build needs a "
-            "CommonAttentionMetadata: use CommonAttentionMetadata.from_lengths"
+            f"CommonAttentionMetadata: {action}"
         )
 
 

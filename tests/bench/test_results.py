@@ -120,6 +120,16 @@ def test_the_ratio_is_to_the_best_correct_backend_of_the_same_run() -> None:
     assert ratio([ours], ours) is None and ratio(rows, row_of("triton")) is None
 
 
+def test_the_table_compares_every_backend() -> None:
+    """Also without triton: authors of kernels compare theirs with torch on a CPU."""
+    rows = [row_of("torch", 2.0), row_of("mine", 5.0), row_of("w", 9.0, case="decode-other")]
+    first, second, third = (case_lines([row]) for row in rows)
+    assert all("0.400" not in text and "2.500" not in text for text in (first, second, third))
+    assert [line.split()[-1] for line in case_lines(rows).splitlines()[1:3]] == ["0.400", "2.500"]
+    primary = row_of("triton", 9.0)
+    assert "0.900" in case_lines([primary, rows[0], row_of("flash_attn", 10.0)])
+
+
 def test_merging_keeps_runs_apart_and_takes_the_last_of_each_case() -> None:
     first = Document(
         (run_of("one"),),

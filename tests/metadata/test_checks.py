@@ -10,6 +10,7 @@ import torch
 import attnlib
 from attnlib.backends.base import AttentionBackend
 from attnlib.errors import ContractError
+from attnlib.metadata.groups import StateGroupBatch
 from tests.backends.adapters import install_adapters
 from tests.backends.fake_flash_attn import Recorder
 
@@ -110,8 +111,13 @@ def test_every_builder_refuses_the_same_batches(
             builder.build(0, _common().replace(**changes))
             pytest.fail(f"{backend} accepts: {name}")
     for value in (None, {"seq_lens": [1]}):
-        with pytest.raises(ContractError, match="build needs a CommonAttentionMetadata"):
+        with pytest.raises(
+            ContractError, match="Metadata: use CommonAttentionMetadata.from_lengths"
+        ):
             builder.build(0, value)
+    states: Any = StateGroupBatch(_common(), (), None)
+    with pytest.raises(ContractError, match=r"call its method build\(builder\)"):
+        builder.build(0, states)
 
 
 def test_inconsistent_values_are_found_by_every_builder(

@@ -26,6 +26,7 @@ from attnlib.integrations.transformers.paged_calls import paged_forward
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_layers import PagedLayers
 from attnlib.integrations.transformers.paged_refusals import (
+    check_model,
     refuse_model,
     shares_keys,
     unreached_layers,
@@ -85,7 +86,7 @@ class PagedModel:
             supports, or the model uses the index of a token in the packed row as its position, or
             has layers with an indexer, compressed entries, or states of models that
             `state_mixers.SERVED` has not.
-        ContractError: a number of blocks or a block size below 1.
+        ContractError: no module, or a number of blocks or a block size below 1.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class PagedModel:
         num_slots: int = 16,
         max_rollback: int = 0,
     ) -> None:
+        check_model(model)
         self.states = StateMixers(model, MixerLayers(num_slots, max_rollback, backend, hybrid))
         refuse_model(model, serves_states=bool(self.states.modules))
         self.model = model

@@ -6,10 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from attnlib.errors import UnsupportedConfigError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.registration import NAME
 
-__all__ = ["refuse_model", "shares_keys", "unreached_layers"]
+__all__ = ["check_model", "refuse_model", "shares_keys", "unreached_layers"]
+
+
+def check_model(model: object) -> None:
+    """Check that a model is a module, and not its name or its config.
+
+    Raises:
+        ContractError: an object of another type.
+    """
+    if not isinstance(model, nn.Module):
+        raise ContractError(
+            f"model is a {type(model).__name__}; PagedModel takes a loaded model: "
+            "AutoModelForCausalLM.from_pretrained(NAME).eval()"
+        )
 
 
 def shares_keys(module: nn.Module) -> bool:

@@ -291,6 +291,9 @@ def test_numbers_and_indices_of_another_kind_are_refused() -> None:
     ):
         with pytest.raises(ContractError, match=message):
             PagedModel(model, **sizes)
+    for other in ("meta-llama/Llama-3.2-1B", model.config):
+        with pytest.raises(ContractError, match="PagedModel takes a loaded model"):
+            PagedModel(other, num_blocks=4)
     paged = PagedModel(model, num_blocks=4, backend="torch")
     batch = attnlib.CommonAttentionMetadata.from_lengths([3], [3], [[0]], 16, "cpu")
     tokens, positions = torch.tensor([5, 6, 7]), torch.arange(3)
