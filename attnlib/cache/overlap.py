@@ -51,10 +51,11 @@ def elements_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_written(**caches: torch.Tensor) -> None:
-    """Whether each token of caches that are written has memory of its own.
+def check_written(rule: str = "P1", /, **caches: torch.Tensor) -> None:
+    """Whether each token of tensors that are written has memory of its own.
 
     Args:
+        rule: that they must follow.
         caches: by the names of arguments.
 
     Raises:
@@ -66,7 +67,7 @@ def check_written(**caches: torch.Tensor) -> None:
                 f"{name} has strides {cache.stride()} for shape {tuple(cache.shape)}, so that "
                 "tokens share memory, and one would overwrite another: pass separate memory for "
                 "each token",
-                rule="P1",
+                rule=rule,
             )
 
 

@@ -74,6 +74,8 @@ class StateCache:
     def __init__(self, spec: StateSpec, memory: Tensor) -> None:
         self.spec = spec
         self.layout = state_layout(spec)
+        if not isinstance(memory, Tensor):
+            raise ContractError(f"memory is a {type(memory).__name__}; it must be a torch.Tensor")
         self.memory = memory[..., : self.layout.bytes_per_slot]
         self.tensors = StateTensors.from_bytes(self.layout, self.memory)
         self.signature = (self.layout, len(memory), memory.stride(0), memory.device)
@@ -228,8 +230,8 @@ class StateCache:
 
 
 def _required(name: str, tensor: Tensor | None, rows: int) -> Tensor:
-    if tensor is None or len(tensor) != rows:
-        given = None if tensor is None else tuple(tensor.shape)
+    if not isinstance(tensor, Tensor) or len(tensor) != rows:
+        given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ContractError(
             f"{name} of shape {given}, and the layer needs one for each of {rows} slots", rule="T20"
         )

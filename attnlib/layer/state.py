@@ -17,17 +17,22 @@ from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.states import StateCache, state_layout
 from attnlib.compile.objects import register
 from attnlib.errors import ContractError
-from attnlib.layer.state_call import call_convolution, call_step, refuse_inputs
+from attnlib.layer.state_call import call_convolution, call_step
 from attnlib.layer.state_checks import check_layer_tensors
 from attnlib.layer.state_fused import call_fused_step, separate_step
 from attnlib.layer.state_operator import convolve_opaquely, step_opaquely
-from attnlib.layer.tensor_checks import refuse_in_place
+from attnlib.layer.tensor_checks import refuse_in_place, refuse_types
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.selection import get_attn_backend
 from attnlib.spec import StateSpec
 
 __all__ = ["StateLayer"]
+
+_OPTIONAL = (Tensor, type(None))
+_STEP: tuple[Any, ...] = (Tensor, Tensor, Tensor, _OPTIONAL, _OPTIONAL)
+_FUSED: tuple[Any, ...] = (Tensor, _OPTIONAL, _OPTIONAL, _OPTIONAL, StepForm)
+"""Types of `StateInputs` and `FusedInputs`."""
 
 
 class StateLayer(nn.Module):
@@ -83,6 +88,7 @@ class StateLayer(nn.Module):
         self.layout = state_layout(self.spec)
         self.prefix = prefix
         tensors = dict(conv_weight=conv_weight, conv_bias=conv_bias, skip=skip, log_decay=log_decay)
+        refuse_types(tensors, [_OPTIONAL] * 4)
         check_layer_tensors(spec, tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
@@ -127,17 +133,15 @@ class StateLayer(nn.Module):
                 continue from where its request does (T8; the torch backend always checks it,
                 others with ATTNLIB_VALIDATE=1). Nothing is written then.
         """
-        if not (
-            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        ):
-            refuse_inputs(query=query, key=key, value=value)
         decay: Any = self.log_decay if log_decay is None else log_decay
         inputs = StateInputs(query, key, value, decay, beta)
+        if not all(map(isinstance, inputs, _STEP)):
+            refuse_types(inputs._asdict(), _STEP)
         compiles = torch.compiler.is_compiling()
         if output is None:
             output = torch.empty(value.shape, dtype=self.spec.dtype, device=value.device)
         elif not compiles:
-            refuse_in_place(output, query=query, key=key, value=value)
+            refuse_in_place(output, **inputs._asdict())
         (step_opaquely if compiles else call_step)(self, inputs, cache, metadata, output)
         return output
 
@@ -158,7 +162,7 @@ class StateLayer(nn.Module):
             ContractError: as `forward`.
         """
         if not isinstance(x, Tensor):
-            refuse_inputs(x=x)
+            refuse_types({"x": x}, _STEP)
         compiles = torch.compiler.is_compiling()
         if output is None:
             output = torch.empty(x.shape, dtype=self.spec.dtype, device=x.device)
@@ -197,10 +201,12 @@ class StateLayer(nn.Module):
         Raises:
             ContractError: as `forward`, or a form that is not one of the layer.
         """
-        if x is None or gates is None:
-            refuse_inputs(x=x, gates=gates)
+        if not isinstance(gates, tuple | list) or len(gates) != 2:
+            raise ContractError(f"gates is a {type(gates).__name__}; it must be a pair of gates")
         decay: Any = self.log_decay if gates[0] is None else gates[0]
         inputs = FusedInputs(x, decay, gates[1], z, form)
+        if not all(map(isinstance, inputs, _FUSED)):
+            refuse_types(inputs._asdict(), _FUSED)
         made, compiles = output, torch.compiler.is_compiling()
         if made is None:
             shape = (x.shape[0], self.spec.num_heads * self.spec.value_size)
@@ -208,7 +214,7 @@ class StateLayer(nn.Module):
         elif compiles:
             made = torch.empty_like(made)  # tracing sees no addresses: `z` may be in the output
         else:
-            refuse_in_place(made, x=x, z=z)
+            refuse_in_place(made, x=x, a=decay, b=gates[1], z=z)
         (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, made)
         return output.copy_(made) if compiles and output is not None else made
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
-from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
 from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_checks import (
@@ -26,7 +25,7 @@ from attnlib.metadata.states import StateMetadata
 if TYPE_CHECKING:
     from attnlib.layer.state import StateLayer
 
-__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan", "refuse_inputs"]
+__all__ = ["call_convolution", "call_signature", "call_step", "keep_plan"]
 
 MAX_PLANS = 64
 """Plans that one batch keeps; beyond it they are dropped and made again on demand."""
@@ -80,27 +79,6 @@ def call_convolution(
 def _observed(*call: Any) -> Sequence[Callable[[], None]]:
     """Tell observers of a call before it runs; returns what they want to be called after it."""
     return [after for after in (observe(*call) for observe in STATE_OBSERVERS) if after is not None]
-
-
-def refuse_inputs(**inputs: object) -> None:
-    """Refuse inputs that are None, although every call has them, or else no tensors.
-
-    Raises:
-        ContractError: names them.
-    """
-    missing = [name for name, given in inputs.items() if given is None]
-    for name, given in inputs.items():
-        if not missing and not isinstance(given, Tensor):
-            raise ContractError(
-                f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
-                "torch.as_tensor",
-                rule="T2",
-            )
-    raise ContractError(
-        f"{' and '.join(missing)} of a state layer cannot be None: pass the rows of the batch's "
-        "tokens",
-        rule="T2",
-    )
 
 
 def call_signature(

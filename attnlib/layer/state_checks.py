@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs
+from attnlib.cache.overlap import check_written
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.layer.tensor_checks import refuse_negated
@@ -57,7 +58,7 @@ def check_layer_tensors(spec: StateSpec, tensors: Mapping[str, Tensor | None]) -
             raise ContractError(
                 f"{name} is {given}, and the spec has {field}={value!r}: {action}", rule=rule
             )
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
             raise _wrong(name, tensor, dtype, shape, rule)
 
 
@@ -98,7 +99,8 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
 def check_requests(metadata: StateMetadata, cache: StateCache) -> None:
     """Starts and slots of a batch on a CPU, in every call: they may have changed in place, and
     batches over other slots share plans (`StateMetadata.with_slots`)."""
-    check_starts("query_start_loc", metadata.query_start_loc, metadata.num_actual_tokens)
+    given = metadata.query_start_loc, metadata.num_actual_tokens, metadata.max_query_len
+    check_starts("query_start_loc", *given)
     check_slots(list(metadata.batch.requests()), cache.num_slots)
 
 
@@ -189,9 +191,9 @@ def check_convolution(
             f"layer {layer.prefix or '(unnamed)'} has conv_channels=0: it has no convolution",
             rule="T6",
         )
-    shape = (x.shape[0], spec.conv_channels)
+    shape = (*x.shape[:1], spec.conv_channels)
     wanted = {"x": (x, spec.dtype, shape), "output": (output, spec.dtype, shape)}
-    check_tensors({**wanted, **taps_of(layer)}, cache, batch, x.shape[0], "T6")
+    check_tensors({**wanted, **taps_of(layer)}, cache, batch, shape[0], "T6")
 
 
 def taps_of(layer: StateLayer) -> dict[str, Wanted]:
@@ -216,6 +218,8 @@ def check_tensors(
             continue
         if tensor.dtype != dtype or tensor.shape != shape:
             raise _wrong(name, tensor, dtype, shape, rule)
+        if name == "output":
+            check_written("T3", output=tensor)
         if tensor.is_neg():
             refuse_negated(name, tensor)
         if tensor.device != cache.device:

@@ -40,7 +40,7 @@ def state_step(
         ContractError: as the method, or the object of an id no longer exists.
     """
     inputs = StateInputs(query, key, value, cast(Tensor, log_decay), beta)
-    refuse_in_place(out, query=query, key=key, value=value)
+    refuse_in_place(out, **inputs._asdict())
     call_step(_layer(layer), inputs, *_objects(cache, metadata), out)
 
 

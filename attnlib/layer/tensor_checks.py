@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from attnlib.cache.overlap import same_memory, tensors_overlap
@@ -9,7 +12,13 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.ops.checks import check_writable
 
-__all__ = ["check_output_memory", "check_tensor_types", "refuse_in_place", "refuse_negated"]
+__all__ = [
+    "check_output_memory",
+    "check_tensor_types",
+    "refuse_in_place",
+    "refuse_negated",
+    "refuse_types",
+]
 
 
 def check_tensor_types(query: object, key: object, value: object, output: object = None) -> None:
@@ -29,6 +38,25 @@ def _type_error(name: str, given: object) -> ContractError:
         f"{name} is a {type(given).__name__}; it must be a torch.Tensor: convert it with "
         "torch.as_tensor"
     )
+
+
+def refuse_types(inputs: Mapping[str, object], types: Sequence[Any]) -> None:
+    """Refuse inputs of a state layer of other types than `types` has for each.
+
+    Raises:
+        ContractError: names the first one.
+    """
+    for (name, given), wanted in zip(inputs.items(), types, strict=False):
+        if isinstance(given, wanted):
+            continue
+        if isinstance(wanted, type) and wanted is not torch.Tensor:
+            raise ContractError(f"{name} is a {type(given).__name__}; pass a {wanted.__name__}")
+        if given is None:
+            raise ContractError(
+                f"{name} of a state layer cannot be None: pass the rows of the batch's tokens",
+                rule="T2",
+            )
+        raise _type_error(name, given)
 
 
 def refuse_in_place(output: torch.Tensor, **inputs: torch.Tensor | None) -> None:

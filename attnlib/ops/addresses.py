@@ -144,13 +144,16 @@ def check_lengths(name: str, lengths: Tensor, most: int, limit: str) -> None:
         )
 
 
-def check_starts(name: str, starts: Tensor, rows: int | None) -> None:
+def check_starts(
+    name: str, starts: Tensor, rows: int | None, max_query_len: int | None = None
+) -> None:
     """Whether offsets begin at 0, do not decrease, and end inside the rows that they divide.
 
     Args:
         name: of the offsets, for messages.
         starts: `[R + 1]` integers.
         rows: number of rows; None if it is not known.
+        max_query_len: the most rows between two of them; None for any number.
 
     Raises:
         ContractError: names the offset.
@@ -169,6 +172,13 @@ def check_starts(name: str, starts: Tensor, rows: int | None) -> None:
     if rows is not None and values[-1] > rows:
         raise ContractError(
             f"{name} ends at {values[-1]}, past the {rows} rows that it divides", rule="M1"
+        )
+    longest = max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+    if max_query_len is not None and longest > max_query_len:
+        raise ContractError(
+            f"{name} has {longest} rows of one request, and max_query_len={max_query_len}: build "
+            "the metadata with an upper bound",
+            rule="M1",
         )
 
 

@@ -115,6 +115,7 @@ class _Attends(attnlib.AttentionBackend):
         ({"conv_weight": None}, "conv_weight is missing, and the spec has conv_channels=24"),
         ({"conv_weight": torch.zeros(24, 3)}, r"conv_weight is float32 \[24, 3\]; it must be"),
         ({"conv_weight": torch.zeros(24, 4).half()}, "conv_weight is float16"),
+        ({"conv_weight": [[0.0] * 4] * 24}, "conv_weight is a list; it must be a torch.Tensor"),
         ({"conv_bias": torch.zeros(24)}, "conv_bias is given, and the spec has has_conv_bias=F"),
         ({"skip": torch.zeros(4)}, "skip is given, and the spec has has_skip=False"),
         ({"log_decay": torch.zeros(4)}, "log_decay is given, and the spec has decay='head'"),
@@ -142,6 +143,7 @@ def _called(change: str) -> None:
         "no value": (2, lambda v: None),
         "no beta": (4, lambda b: None),
         "beta": (4, lambda b: b[:, :2]),
+        "beta list": (4, torch.Tensor.tolist),
         "negated": (4, lambda b: torch._neg_view(-b)),
     }  # fmt: skip
     if change in changed:
@@ -168,6 +170,12 @@ def _called(change: str) -> None:
             layer.convolve(x, cache, metadata, output=x)
         elif change == "over the value":
             layer(*given, cache, metadata, output=given[2])
+        elif change == "over beta":
+            memory = torch.rand(5, 64)
+            given[4] = memory[:, 8:12]
+            layer(*given, cache, metadata, output=memory)
+        elif change == "shared rows":
+            layer(*given, cache, metadata, output=torch.empty(100).as_strided((5, 64), (8, 1)))
         elif change == "in the keys":
             memory = torch.cat([torch.zeros(3), given[1].flatten(), torch.zeros(400)])
             given[1] = memory[3 : 3 + given[1].numel()].view_as(given[1])
@@ -194,6 +202,9 @@ def _called(change: str) -> None:
         ("output", r"output has shape \(5, 63\); it must be \[tokens, 64\]"),
         ("no beta", "beta is missing, and the spec has has_beta=True"),
         ("beta", r"beta is float32 \[5, 2\]; it must be float32 \[5, 4\]"),
+        ("beta list", "beta is a list; it must be a torch.Tensor"),
+        ("over beta", "output is in the memory of beta, which is read after rows"),
+        ("shared rows", r"output has strides \(8, 16, 1\) for shape \(5, 4, 16\), so that tokens"),
         ("negated", r"beta is a view that torch negates.*resolve_neg"),
         ("rows", "the call has 4 rows, and the batch has 5 tokens"),
         ("cache", "was allocated for StateSpec"),
@@ -249,8 +260,14 @@ def test_slots_outside_the_cache(backend: str) -> None:
 CHANGES = [
     ("query_start_loc", [0, 3, 2], r"query_start_loc falls from 3 to 2"),
     ("query_start_loc", [0, 2, 9], r"query_start_loc ends at 9, past the 3 rows"),
+    (
+        "query_start_loc",
+        [0, 3, 3],
+        r"query_start_loc has 3 rows of one request, and max_query_len=2",
+    ),
     ("seq_lens", [1, 1], r"seq_lens\[0\]=1 is below the number of new tokens, 2"),
     ("state_slots", [1, 9], r"state_slots\[1\]=9 is outside the pool of 4 slots"),
+    ("state_slots", [1, -2], r"state_slots\[1\]=-2 is outside the pool of 4 slots"),
     ("state_slots", [1, 1], r"state_slots\[0\] and state_slots\[1\] are both 1"),
 ]
 

@@ -94,6 +94,7 @@ def test_kernels_read_contiguous_tensors() -> None:
     ("changes", "message", "rule"),
     [
         ({"state_slots": [4, 4, 2]}, r"state_slots\[0\] and state_slots\[1\] are both 4", "T7"),
+        ({"state_slots": [4, -2, 2]}, r"state_slots\[1\]=-2 is negative: pass a slot", "T7"),
         ({"state_slots": [4, 0.5, 2]}, "state_slots is torch.float32", "T7"),
         ({"state_slots": torch.tensor([4, 0.5, 2])}, "state_slots is torch.float32", "T7"),
         ({"state_slots": torch.tensor([4, 2**32, 2])}, "does not fit int32", "T7"),

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlib.ops.states import StateBatch, StateLayout
+from attnlib.ops.states import StateBatch, StateLayout, StateTensors
 from attnlib.ops.states.batch import StateRequest
+from attnlib.ops.states.checks import check_slots
 
 __all__ = ["PackedBatch", "PackedStep"]
 
@@ -63,9 +64,14 @@ class PackedStep:
     calls: tuple[PackedBatch, ...]
 
     @classmethod
-    def of(cls, batch: StateBatch, layout: StateLayout) -> PackedStep | None:
-        """The step of a batch, or None without such requests. Synchronizes."""
-        requests, device = list(batch.requests()), batch.slots.device
+    def of(cls, batch: StateBatch, tensors: StateTensors) -> PackedStep | None:
+        """The step of a batch, or None without such requests. Synchronizes.
+
+        Raises:
+            ContractError: as `check_slots`.
+        """
+        requests, device, layout = list(batch.requests()), batch.slots.device, tensors.layout
+        check_slots(requests, tensors.num_slots)
         if not requests:
             return None
         kept = [layout.first_kept(r.computed, r.end) for r in requests]

@@ -83,11 +83,11 @@ class PackedStateImpl(StateOperations):
     def step(
         self, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, output: Tensor
     ) -> None:
-        """See `StateImpl.step`. Synchronizes, once per batch and layout."""
+        """See `StateImpl.step`. Synchronizes, once per batch and memory of slots."""
         steps = metadata.derived
-        if cache.layout not in steps:
-            steps[cache.layout] = PackedStep.of(metadata.batch, cache.layout)
-        self._run(steps[cache.layout], inputs, cache, output)
+        if cache.signature not in steps:
+            steps[cache.signature] = PackedStep.of(metadata.batch, cache.tensors)
+        self._run(steps[cache.signature], inputs, cache, output)
 
     @torch.no_grad()
     def _run(

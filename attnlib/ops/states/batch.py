@@ -94,7 +94,7 @@ def step_requests(
     start = 0
     given = zip(counts, ends, slots, sources, strict=False)
     for number, (count, end, slot, source) in enumerate(given):
-        if slot >= 0 and count > 0:
+        if slot != -1 and count > 0:
             read = source if end > count else slot  # first steps read none
             yield StateRequest(number, start, end - count, end, read, slot)
         start += count

@@ -100,6 +100,22 @@ def test_short_steps_and_float32_run_in_the_recurrent_form(calls: fake.Calls) ->
     assert names == ["fused_recurrent", "fused_recurrent", "chunk"]
 
 
+def test_slots_are_checked_where_they_are_read(calls: fake.Calls) -> None:
+    """T7: the impl itself checks them, since layers do so on a CPU only."""
+    spec = RECURRENT["gated delta"]
+    layer, output = run(on_cpu(), spec, [2, 1])
+    cache, tokens = StateCache.allocate(layer.spec, 5, device="cpu"), draw_tokens(spec, 3, 1)
+    before = cache.memory.clone()
+    for slots, message in (([3, 5], r"\[1\]=5 is outside the pool of 5"), ([2, 2], "are both 2")):
+        common = CommonAttentionMetadata.from_lengths(
+            [2, 1], [2, 1], device="cpu", state_slots=torch.tensor(slots, dtype=torch.int32)
+        )
+        metadata = layer.backend.make_builder(layer.spec, "cpu").build(0, common)
+        with pytest.raises(ContractError, match=f"state_slots.*{message}"):
+            layer.impl.step(StateInputs(*list(vars(tokens).values())[1:]), cache, metadata, output)
+    assert len(calls) == 1 and torch.equal(cache.memory, before)
+
+
 @pytest.mark.parametrize("update", ["delta", "add"])
 @pytest.mark.parametrize("decay", ["head", "channel", "constant"])
 @pytest.mark.parametrize("has_beta", [True, False])
