@@ -37,7 +37,7 @@ def lightning_forward(
     fields = {"num_heads": heads, "key_size": size, "value_size": size, "dtype": projected.dtype}
     fields |= {"update": "add", "decay": "constant", "has_beta": False}
     tensors = {"log_decay": -mixer.slope_rate.detach().flatten().float()}
-    if (found := call.layer("recurrence", fields, tensors, scale=1.0)) is None:
+    if (found := call.mixers.layers.layer_of(call, "recurrence", fields, tensors, 1.0)) is None:
         return torch.zeros_like(hidden_states), None
     layer, cache, metadata = found
     out = layer(query, key, value, None, None, cache, metadata)
@@ -80,10 +80,10 @@ def _states_before(call: MixerCall, states: Tensor, width: int) -> Tensor:
     fields: dict[str, Any] = {"conv_channels": states.shape[1] * width, "conv_width": width}
     fields |= {"conv_activation": None, "dtype": states.dtype}
     # The last tap of a state layer is that of the token itself.
-    taps = torch.eye(width, dtype=states.dtype, device=states.device).flip(0)
-    one_each = taps.repeat(states.shape[1], 1)
+    one = torch.eye(width, dtype=states.dtype, device=states.device).flip(0)
+    tensors = {"conv_weight": one.repeat(states.shape[1], 1)}
     repeated = states.repeat_interleave(width, dim=1)
-    if (found := call.layer("convolution", fields, {"conv_weight": one_each})) is None:
+    if (found := call.mixers.layers.layer_of(call, "convolution", fields, tensors)) is None:
         return torch.zeros_like(repeated).view(*states.shape, width)
     layer, cache, metadata = found
     return layer.convolve(repeated, cache, metadata).view(*states.shape, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +12,15 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import HybridKVCache, StateGroup
 from attnlib.cache.states import StateCache
+from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.layer.state import StateLayer
 from attnlib.metadata.base import AttentionMetadataBuilder
+from attnlib.metadata.states import StateMetadata
 from attnlib.spec import StateSpec
+
+if TYPE_CHECKING:
+    from attnlib.integrations.transformers.state_calls import MixerCall
 
 __all__ = ["MixerLayer", "MixerLayers", "Place"]
 
@@ -81,21 +86,26 @@ class MixerLayers:
 
     def layer_of(
         self,
-        mixer: nn.Module,
+        call: MixerCall,
         part: str,
         fields: dict[str, Any],
         tensors: dict[str, torch.Tensor],
         scale: float | None = None,
-    ) -> MixerLayer:
-        """The layer of a mixer.
+    ) -> tuple[StateLayer, StateCache, StateMetadata] | None:
+        """What a part of a mixer runs with: its layer, the slots and the batch; None in a step that
+        computes nothing.
 
         Args:
-            mixer: the mixer.
+            call: of the mixer.
             part: "convolution", "recurrence", or "step" for both.
             fields: of its spec.
             tensors: those of the layer by name; any other one shows the device.
             scale: of the layer.
+
+        Raises:
+            UnsupportedConfigError: the mixer did not call this part when the pool was made.
         """
+        mixer = call.mixer
         if (mixer, part) not in self.by_part:
             device = next(iter(tensors.values())).device
             layer = StateLayer(
@@ -109,7 +119,15 @@ class MixerLayers:
             found = self.by_part[mixer, part] = MixerLayer(layer, device)
             if not self.in_pool:
                 found.cache = StateCache.allocate(layer.spec, self.num_slots, device=device)
-        return self.by_part[mixer, part]
+        one = self.by_part[mixer, part]
+        if call.step.is_discovery:
+            return None
+        if one.cache is None:
+            raise UnsupportedConfigError(
+                f"{layer_name(mixer)} calls a {part} that it did not call for one token, when the "
+                "pool was made: use hybrid=False"
+            )
+        return one.layer, one.cache, call.step.state_metadata(one)
 
     def groups(self) -> dict[str, StateGroup]:
         """The groups of a pool for the layers that were found: one for each spec."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnlib.cache.states import StateCache
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.state_steps import (
@@ -18,8 +17,6 @@ from attnlib.integrations.transformers.state_steps import (
     channel_order,
     norm_of,
 )
-from attnlib.layer.state import StateLayer
-from attnlib.metadata.states import StateMetadata
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -37,29 +34,6 @@ class MixerCall:
     mixers: StateMixers
     step: PagedStep
     mixer: nn.Module
-
-    def layer(
-        self,
-        part: str,
-        fields: dict[str, Any],
-        tensors: dict[str, Tensor],
-        scale: float | None = None,
-    ) -> tuple[StateLayer, StateCache, StateMetadata] | None:
-        """What a part of the mixer runs with: its layer, the slots and the batch; None in a step
-        that computes nothing. Arguments as in `MixerLayers.layer_of`.
-
-        Raises:
-            UnsupportedConfigError: the mixer did not call this part when the pool was made.
-        """
-        found = self.mixers.layers.layer_of(self.mixer, part, fields, tensors, scale)
-        if self.step.is_discovery:
-            return None
-        if found.cache is None:
-            raise UnsupportedConfigError(
-                f"{layer_name(self.mixer)} calls a {part} that it did not call for one token, when "
-                "the pool was made: use hybrid=False"
-            )
-        return found.layer, found.cache, self.step.state_metadata(found)
 
 
 def convolve(
@@ -83,7 +57,7 @@ def convolve(
     if call.mixers.has_recurrence(call.mixer):
         call.mixers.pending = PendingConvolution(x[0].mT, fields, tensors)
         return x
-    if (found := call.layer("convolution", fields, tensors)) is None:
+    if (found := call.mixers.layers.layer_of(call, "convolution", fields, tensors)) is None:
         return torch.zeros_like(x)
     layer, cache, metadata = found
     return layer.convolve(x[0].mT.contiguous(), cache, metadata).mT[None]
@@ -159,7 +133,7 @@ def _step(
     sizes = {"num_heads": value.shape[2], "num_key_heads": key.shape[2]}
     sizes |= {"key_size": key.shape[3], "value_size": value.shape[3]}
     fields = {"dtype": value.dtype} | sizes | fields | convolution.fields
-    if (found := call.layer("step", fields, tensors, scale)) is None:
+    if (found := call.mixers.layers.layer_of(call, "step", fields, tensors, scale)) is None:
         return torch.zeros_like(value)
     out = x.new_empty(x.shape[0], value[0, 0].numel())
     step = PendingStep(*found, x, gates, form, out)

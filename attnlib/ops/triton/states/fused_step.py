@@ -16,13 +16,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits, limits_of
 from attnlib.ops.triton.heuristics.state_tiles import StateTile
 from attnlib.ops.triton.hopper.kernels.fused_decode import fused_decode_kernel
 from attnlib.ops.triton.kernels.fused_step import FusedConfig, fused_step_kernel
-from attnlib.ops.triton.states.config import (
-    Recurrence,
-    most_queries,
-    slot_strides,
-    state_config,
-    step_tile,
-)
+from attnlib.ops.triton.states import config as configs
 from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.short_convolution import convolution_config
 from attnlib.ops.triton.states.step_parts import norm_launch, step_config
@@ -80,12 +74,12 @@ class PreparedFusedStep:
             decays = (0, a.stride(0)) if a.dim() == 1 else a.stride()[:2]
             gates = (*decays, *((0, 0) if b is None else b.stride()))
         strides = (channels, keys, channels, keys, channels, values, *out.stride()[:2], *gates)
-        recurrence = Recurrence.on_chip(params, limits)
-        tile = step_tile(layout, params, limits, batch.num_reqs, is_fused=True)
-        queries = most_queries(layout, tile, batch.max_query_len)
+        recurrence = configs.Recurrence.on_chip(params, limits)
+        tile = configs.step_tile(layout, params, limits, batch.num_reqs, is_fused=True)
+        queries = configs.most_queries(layout, tile, batch.max_query_len)
         tokens = queries if tile.copies else triton.next_power_of_2(batch.max_query_len)
-        strides = (*strides, *slot_strides(slots))
-        state = state_config(layout, recurrence, strides, tile, queries=queries)
+        strides = (*strides, *configs.slot_strides(slots))
+        state = configs.state_config(layout, recurrence, strides, tile, queries=queries)
         convolution = convolution_config(x, taps, slots, batch, x.new_empty(0, channels))
         sizes = {"q": layout.num_key_heads * keys, "v": heads * values}
         sizes["k"] = sizes["q"]

@@ -11,15 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels import fused_tokens as fused
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, reinterpret
-from attnlib.ops.triton.hopper.kernels.fused_tokens import (
-    convolved_token,
-    has_groups,
-    load_channels,
-    load_projections,
-    store_normalized,
-)
 from attnlib.ops.triton.hopper.kernels.state_decode import decode_tokens, store_slot
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, new_token, store_outputs
 from attnlib.ops.triton.kernels import short_convolution as convolution
@@ -76,9 +70,11 @@ def fused_decode_kernel(
     pairs = convolution.load_inputs(inputs, position, exists, CHANNELS)
     tokens = requests.open_head(Tokens(x, x, x, decay, beta), head, STATE)
     new_rows = [new_token(request, query) for query in numbers(STATE.QUERIES)]
-    projections = [load_projections(row, a, b, tokens, head, KEYS, CONFIG) for row in new_rows]
+    projections = [
+        fused.load_projections(row, a, b, tokens, head, KEYS, CONFIG) for row in new_rows
+    ]
     norms = new_rows
-    if has_groups(CONFIG):
+    if fused.has_groups(CONFIG):
         norms = [load_norm(z, norm_weight, row, head, index, STEP) for row in new_rows]
     partition_barrier()  # ptxas would put these loads behind the copies
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
@@ -90,7 +86,7 @@ def fused_decode_kernel(
     taps, speed, shift = convolution.load_taps(weight, bias, channels, CHANNELS), scale, scale
     if STEP.GATES != 0:
         speed = gl.load(rate + head).to(gl.float32)
-        shift = load_channels(gate_bias, head, KEYS, STATE)
+        shift = fused.load_channels(gate_bias, head, KEYS, STATE)
     # A step of at most D + 1 tokens writes no row that another program reads.
     inputs = convolution.Inputs(place, held, request.computed, writes[None, :])
     zero = gl.arange(0, 1, TOKEN)
@@ -102,14 +98,14 @@ def fused_decode_kernel(
     reinterpret(rows, KIND, SHAPE, memory.ROWS_LAYOUT).store(y)
     gates = [(each, speed, shift) for each in projections]
     given = [(rows.index(n), gates[n]) for n in numbers(STATE.QUERIES)]
-    pairs = [convolved_token(*each, KEYS, ROWS, CONFIG) for each in given]
+    pairs = [fused.convolved_token(*each, KEYS, ROWS, CONFIG) for each in given]
     new, queries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, STATE)
-    if has_groups(CONFIG):
-        store_normalized(outputs, norms, request, out, head, index, CONFIG)
+    if fused.has_groups(CONFIG):
+        fused.store_normalized(outputs, norms, request, out, head, index, CONFIG)
     else:
         store_outputs(outputs, request, out, head, block, ROWS, STATE)
     slots_of = Slots(state, positions, tails)
     store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, STATE)
-    if STEP.NORM and not has_groups(CONFIG):
+    if STEP.NORM and not fused.has_groups(CONFIG):
         normalize_head(request, out, z, norm_weight, counters, index, head, CONFIG)

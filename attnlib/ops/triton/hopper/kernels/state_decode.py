@@ -15,16 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
+from attnlib.ops.triton.hopper.kernels import state_slots as decodes
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, wait_for_copies
 from attnlib.ops.triton.hopper.kernels.state_fill import fill_chunk
-from attnlib.ops.triton.hopper.kernels.state_slots import (
-    Token,
-    clear_rows,
-    copy_slot,
-    load_token,
-    store_outputs,
-    store_token,
-)
 from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.state_arguments import (
     UNALIGNED,
@@ -82,7 +75,7 @@ def _go_through(
             row = group * GROUP + number
             k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
             decay, beta = memory.gates(shared, group, number, KEYS, CONFIG)
-            ws, os = _go_back(ws, os, Token(k, v, decay, beta), 0, CONFIG)
+            ws, os = _go_back(ws, os, decodes.Token(k, v, decay, beta), 0, CONFIG)
     return ws, os
 
 
@@ -128,13 +121,13 @@ def store_slot(
     if has_tail:
         target = requests.open_tail(slots.tail, request.slot, head, CONFIG)
         if request.source != request.slot:
-            copy_slot(
+            decodes.copy_slot(
                 shared, request, base, kept, slots.state, target, head, block, KEYS, ROWS, CONFIG
             )
         for number in gl.static_range(len(new)):
             position = request.computed + number
             if (position >= kept) & (position < request.end):
-                store_token(new[number], position, target, head, block, KEYS, ROWS, CONFIG)
+                decodes.store_token(new[number], position, target, head, block, KEYS, ROWS, CONFIG)
     if kept > base:  # changes shared memory
         count = request.computed - base
         fill_chunk(shared, new[0], count, slots.state, request.slot, head, block, CONFIG)
@@ -158,12 +151,12 @@ def copied_decode_kernel(
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     if number == num_reqs:
         first = gl.load(query_start_loc + num_reqs)
-        clear_rows(out, first, num_tokens, head, block, ROWS, CONFIG)
+        decodes.clear_rows(out, first, num_tokens, head, block, ROWS, CONFIG)
         return
     request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
         last = request.first + request.count
-        clear_rows(out, request.first, last, head, block, ROWS, CONFIG)
+        decodes.clear_rows(out, request.first, last, head, block, ROWS, CONFIG)
         return
     if request.count <= 0:
         return
@@ -173,12 +166,14 @@ def copied_decode_kernel(
     tail = requests.open_tail(tails, request.source, head, CONFIG)
     shared = memory.allocate(tail, CONFIG)
     QUERIES: gl.constexpr = CONFIG.QUERIES
-    pairs = [load_token(request, n, tokens, block, KEYS, ROWS, CONFIG) for n in numbers(QUERIES)]
+    pairs = [
+        decodes.load_token(request, n, tokens, block, KEYS, ROWS, CONFIG) for n in numbers(QUERIES)
+    ]
     new, queries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     partition_barrier()  # ptxas would put these loads behind the copies
     memory.copy_tail(shared, request, base, tokens, tail, block, CONFIG)
     memory.copy_state(shared, state, request.source, head, block, base, CONFIG)
     outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, CONFIG)
-    store_outputs(outputs, request, out, head, block, ROWS, CONFIG)
+    decodes.store_outputs(outputs, request, out, head, block, ROWS, CONFIG)
     slots_of = Slots(state, positions, tails)
     store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, CONFIG)
