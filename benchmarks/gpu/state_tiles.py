@@ -7,8 +7,7 @@ A choice ROWSxWARPS[:REGISTERS][/STAGES][+GROUP] takes the place of those of
 `ops.triton.heuristics.state_tiles.TILES`, with C before it (16C64x8) for the columns of the keys
 that are multiplied at a time, with w behind it for decodes of a whole head in one program, R in
 front for row decodes, which load GROUP rows of the tail at a time; M for those whose states go
-through shared memory. Prefills of these choices are in chunks of the slots. `channels` is the
-shipped choice with `benchmarks.gpu.channel_matrices` for prefills with decays per channel.
+through shared memory. Prefills of all but the shipped choice are in chunks of the slots.
 Processes compile the kernels first, side by side. Each row is a case of
 `attnlib bench --suite states`: times are medians of replays of CUDA graphs, in turn, over all
 positions of a chunk. `share` is the part of the bandwidth of a copy that the bytes of the case
@@ -45,14 +44,10 @@ from attnlib.layer import StateLayer
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.state_tiles import StateChoice
 from attnlib.ops.triton.launch.cache import LAUNCHES
-from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.config import state_config
-from attnlib.ops.triton.states.launch import KernelLaunch
 from benchmarks.gpu import rows
-from benchmarks.gpu.channel_matrices import ChannelLaunch
 
-SHIPPED, CHANNELS = "shipped", "channels"
-ROW, COPIED = "R", "M"
+SHIPPED, ROW, COPIED = "shipped", "R", "M"
 STEPS = ("64x8:128", "64x4:168", "32x2:168", "32x4w", "32x4:168w", "32x4:128w", "64C32x4:168w",
          "128C32x4w", "64x4w", "16x4:128w", "16x2:168w", "32x2w", "R128x4:168+4", "R128x4:168+2",
          "R128x8:128+4", "R64x2:168+4", "R64x4:128+4", "R32x4+16", "M64x2+4",
@@ -99,13 +94,11 @@ def choices(case: StateCase, given: list[str] | None) -> list[str]:
 def chosen(name: str) -> Iterator[None]:
     """Inside, kernels have the tiles of a choice."""
     given: dict[str, Any] = {}
-    launch = ChannelLaunch if name == CHANNELS else KernelLaunch
-    if name not in (SHIPPED, CHANNELS):
+    if name != SHIPPED:
         columns, choice = parse(name)
         given = {"TILES": dict.fromkeys(state_tiles.TILES, choice), "MOST_COLUMNS": columns}
         given["LONG_CHUNK"] = 0
-    tiles = patch.multiple(state_tiles, **given) if given else nullcontext()
-    with tiles, patch.object(state_step, "KernelLaunch", launch):
+    with patch.multiple(state_tiles, **given) if given else nullcontext():
         state_config.cache_clear()  # neither key names a tile
         LAUNCHES.clear()
         try:
@@ -260,8 +253,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     if not options.list:
         for name in options.choices or ():
-            if name != CHANNELS:
-                parse(name)
+            parse(name)
         names = rows.choose(CASES, options.rows)
         if not options.compiled:
             compile_all([CASES[name] for name in names], options.choices)

@@ -11,9 +11,7 @@ from attnlib.bench.peaks import Peaks
 from attnlib.bench.state_case import StateCase
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.state_tiles import TILES, StateChoice
-from attnlib.ops.triton.states import state_step
 from benchmarks.gpu import state_tiles as script
-from benchmarks.gpu.channel_matrices import ChannelLaunch
 
 
 @pytest.mark.parametrize(
@@ -35,13 +33,6 @@ def test_names_of_choices(name: str, columns: int, choice: StateChoice) -> None:
         assert columns == state_tiles.MOST_COLUMNS
         assert state_tiles.LONG_CHUNK == 0
     assert state_tiles.TILES is TILES and state_tiles.MOST_COLUMNS == state_tiles.LONG_CHUNK == 32
-
-
-def test_the_candidate_of_decays_per_channel() -> None:
-    shipped = state_step.KernelLaunch
-    with script.chosen("channels"):
-        assert state_step.KernelLaunch is ChannelLaunch and state_tiles.TILES is TILES
-    assert state_step.KernelLaunch is shipped
 
 
 @pytest.mark.parametrize("case", script.CASES.values(), ids=lambda case: case.name)

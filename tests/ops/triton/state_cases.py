@@ -17,12 +17,10 @@ from attnlib.ops.states import (
 )
 from attnlib.ops.states.step_form import FusedInputs, StepForm
 from attnlib.ops.triton.heuristics import state_tiles
-from attnlib.ops.triton.states import config, state_step
+from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.fused_step import PreparedFusedStep
-from attnlib.ops.triton.states.launch import KernelLaunch
 from attnlib.ops.triton.states.short_convolution import short_convolution
 from attnlib.ops.triton.states.step_parts import gated_norm, state_gates
-from benchmarks.gpu.channel_matrices import ChannelLaunch
 
 __all__ = ["STATE_CASES", "run_convolution", "run_fused", "run_state"]
 
@@ -91,10 +89,6 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "state-128-long-channels": (
         "state",
         {"decay": "channel", "num_key_heads": 32, "long_chunk": 32},
-    ),
-    "state-128-long-candidate": (
-        "state",
-        {"decay": "channel", "num_key_heads": 32, "long_chunk": 32, "launch": ChannelLaunch},
     ),
     "state-64-long": (
         "state",
@@ -276,7 +270,7 @@ STATE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 "whole", the heads of the requests fill a chip; with "long_chunk", prefills on Hopper compute so
 many tokens at a time and, with "is_invariant", a chunk of the slots, decodes too; with
 "row_decodes", decodes have this form, and there is no prefill; with "copied_decodes", they copy
-states to shared memory on Hopper. "launch" launches kernels."""
+states to shared memory on Hopper."""
 
 
 def _slots(options: dict[str, Any]) -> tuple[StateTensors, StateBatch, StateBatch]:
@@ -324,7 +318,6 @@ def run_state(options: dict[str, Any]) -> None:
     chunk, is_row = options.pop("long_chunk", 0), options.pop("row_decodes", False)
     is_invariant = options.pop("is_invariant", not (chunk or is_row))
     can_copy = state_tiles.can_copy if options.pop("copied_decodes", False) else _never
-    launch = options.pop("launch", KernelLaunch)
     slots, decode, prefill = _slots(options)
     layout = slots.layout
     query = torch.empty(64, layout.num_key_heads, layout.key_size, dtype=layout.dtype)
@@ -336,8 +329,8 @@ def run_state(options: dict[str, Any]) -> None:
         is_invariant=is_invariant,
     )  # fmt: skip
     chunks = patch.object(state_tiles, "LONG_CHUNK", chunk)
-    copies = patch.object(config, "can_copy", can_copy)
-    with chunks, copies, patch.object(state_step, "KernelLaunch", launch):
+    copies = patch.object(state_tiles, "can_copy", can_copy)
+    with chunks, copies:
         for batch in (decode,) if is_row else (decode, prefill):
             given = StateInputs(query, query.clone(), value, decay, beta.expand(value.shape[:2]))
             state_step.state_step(given, slots, batch, params, out=torch.empty_like(value))
@@ -371,7 +364,7 @@ def run_fused(options: dict[str, Any]) -> None:
         is_invariant=not is_row,
     )
     given = (inputs, Taps(weight, None, "silu"), slots, batch)
-    with patch.object(config, "can_copy", can_copy):
+    with patch.object(state_tiles, "can_copy", can_copy):
         PreparedFusedStep(*given, params, out).run(*given, params.skip, out)
     state_gates(a, b, form)
     gated_norm(out, inputs.z, form)

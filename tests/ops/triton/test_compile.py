@@ -225,7 +225,7 @@ def state_cases(target: str) -> list[str]:
     kind, and long chunks and copied states for Hopper."""
     turns = [turn for turn, kind in enumerate(KINDS) if target == kind[0]]
     cases = [name for turn in turns for name in (STATES[turn], "state-64-rows", "fused-64")]
-    names = ("long", "long-candidate", "chunks", "chunks-channels", "copied", "channels-copied")
+    names = ("long", "long-channels", "chunks", "chunks-channels", "copied", "channels-copied")
     hopper = [f"state-128-{name}" for name in names]
     hopper.append("fused-mamba2-copied")
     return [*cases, *hopper] if target == "sm_90" else cases

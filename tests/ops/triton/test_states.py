@@ -10,8 +10,8 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateTensors
+from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.state_tiles import TILES, state_tile
-from attnlib.ops.triton.states import config
 from attnlib.ops.triton.states.state_step import state_step
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
@@ -164,7 +164,7 @@ def test_one_program_computes_a_head(
     requests, found = [draw_tokens(spec, n, n) for n in (40, 5)], []
     for kind in kinds:
         monkeypatch.setattr(
-            config, "kind_of_step", lambda *facts, kind=kind: "prefill" if facts[2] else kind
+            state_tiles, "kind_of_step", lambda *facts, kind=kind: "prefill" if facts[2] else kind
         )
         runner = operations(spec)
         server = Server(spec, runner, requests, [6, 2], extra_rows=2)

@@ -46,7 +46,7 @@ def row_decodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
     monkeypatch.setattr(
-        config, "kind_of_step", lambda *facts: kind_of_step(*facts[:3], True, facts[4])
+        state_tiles, "kind_of_step", lambda *facts: kind_of_step(*facts[:3], True, facts[4])
     )
     for kind, group in GROUPS.items():
         monkeypatch.setitem(state_tiles.TILES, kind, StateChoice(16, 2, group=group))
@@ -141,7 +141,7 @@ def test_who_takes_row_decodes(row_decodes: list[int], monkeypatch: pytest.Monke
     served(plain, 2)
     served(plain.replace(max_rollback=1), 1)
     served(plain.replace(batch_invariant=True), 1)
-    monkeypatch.setattr(config, "kind_of_step", kind_of_step)
+    monkeypatch.setattr(state_tiles, "kind_of_step", kind_of_step)
     served(plain, 1)  # of few heads
     assert row_decodes == [2]
 

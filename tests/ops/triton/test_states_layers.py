@@ -12,7 +12,7 @@ from attnlib.backends.triton import TritonBackend
 from attnlib.errors import ContractError
 from attnlib.layer.state_fused import separate_step
 from attnlib.ops.states.step_form import FusedInputs, StepForm
-from attnlib.ops.triton.states import config
+from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.testing.conformance import run_conformance
 from attnlib.testing.states.inputs import draw_layer, draw_tokens
 from attnlib.testing.states.kinds import KINDS
@@ -103,9 +103,9 @@ def test_fused_steps_are_validated(device: torch.device, monkeypatch: pytest.Mon
 def test_fused_steps_pass_their_check(monkeypatch: pytest.MonkeyPatch, fills_chip: bool) -> None:
     """Gated delta, Kimi delta and Mamba2 with drafts and without, other slots and NaN in padding;
     with the kernels of few heads and of many."""
-    kind_of = config.kind_of_step
+    kind_of = state_tiles.kind_of_step
     monkeypatch.setattr(
-        config, "kind_of_step", lambda *facts: kind_of(*facts[:3], fills_chip, facts[4])
+        state_tiles, "kind_of_step", lambda *facts: kind_of(*facts[:3], fills_chip, facts[4])
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = run_conformance(TritonBackend, device=device, quick=True, only="ST15,ST17")

@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 from attnlib.ops.states import RecurrenceParams, StateInputs
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import INTERPRETED, limits_of
+from attnlib.ops.triton.hopper.kernels.state_channel_chunks import channel_matrices_kernel
 from attnlib.ops.triton.hopper.kernels.state_serial import serial_step_kernel
 from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.launch import KernelLaunch
@@ -41,7 +42,8 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The numbers of rows of the steps in long chunks. Without a GPU, Gluon is emulated."""
     if INTERPRETED:
         monkeypatch.setattr(JITFunction, "run", run_emulated)
-        monkeypatch.setattr(serial_step_kernel, "hash", "of functions that are interpreted")
+        for kernel in (serial_step_kernel, channel_matrices_kernel):
+            monkeypatch.setattr(kernel, "hash", "of functions that are interpreted")
         monkeypatch.setattr(
             state_tiles, "long_chunk", lambda layout, chip, *given: CHUNK(layout, (9, 0), *given)
         )

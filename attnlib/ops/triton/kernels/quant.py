@@ -13,10 +13,23 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "KV_E4M3_BYTES", "KV_E5M2_BYTES", "KV_INT4", "KV_INT8", "KV_MXFP4", "KV_NATIVE", "KV_NVFP4",
-    "KV_PLAIN", "SCALE_FLOAT", "SCALE_PER_HEAD", "SCALE_PER_TOKEN", "SCALE_TENSOR", "decode_kv",
-    "encode_fp8", "load_scale", "valid_scale",
-]  # fmt: skip
+    "KV_E4M3_BYTES",
+    "KV_E5M2_BYTES",
+    "KV_INT4",
+    "KV_INT8",
+    "KV_MXFP4",
+    "KV_NATIVE",
+    "KV_NVFP4",
+    "KV_PLAIN",
+    "SCALE_FLOAT",
+    "SCALE_PER_HEAD",
+    "SCALE_PER_TOKEN",
+    "SCALE_TENSOR",
+    "decode_kv",
+    "encode_fp8",
+    "load_scale",
+    "valid_scale",
+]
 
 KV_PLAIN: tl.constexpr = tl.constexpr(0)  # float16, bfloat16, float32
 KV_NATIVE: tl.constexpr = tl.constexpr(1)  # float8, converted by the chip

@@ -22,17 +22,19 @@ def find_request(
     TILE_TOKENS: tl.constexpr,
     LANES: tl.constexpr,
     EXTRA: tl.constexpr = 1,
+    lane=None,
 ):
     """Return the request of query tile `tile`; `num_reqs` denotes the rows after the last request.
 
     Request r owns the tiles from start[r] // TILE_TOKENS + r * EXTRA on. With EXTRA = 1 these are
-    at least as many as it needs, at most one more, and strictly increasing in r.
+    at least as many as it needs, at most one more, and strictly increasing in r. Gluon gives the
+    numbers up to LANES as `lane`, which has a layout.
     """
     # The request is the number of requests (from the second on) that begin at or before the tile.
     # One pass of loads replaces a binary search.
     request = 0
     for base in range(1, num_reqs + 1, LANES):
-        lanes = base + tl.arange(0, LANES)
+        lanes = base + (tl.arange(0, LANES) if lane is None else lane)
         mask = lanes <= num_reqs
         begins = tl.load(query_start_loc + lanes, mask=mask, other=0) // TILE_TOKENS + lanes * EXTRA
         request += tl.sum((mask & (begins <= tile)).to(tl.int32), 0)

@@ -13,15 +13,8 @@ from attnlib.errors import ContractError
 from attnlib.ops.states.inputs import QK_NORM_EPS, RecurrenceParams
 from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 from attnlib.ops.states.tensors import KERNEL_FIELDS, StateTensors
+from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.heuristics.state_tiles import (
-    LARGEST_CHUNK,
-    LARGEST_HEAD,
-    StateTile,
-    can_copy,
-    kind_of_step,
-    state_tile,
-)
 from attnlib.ops.triton.kernels.state_arguments import (
     DECAY_CHANNEL,
     DECAY_CONSTANT,
@@ -84,15 +77,16 @@ def check_slots(layout: StateLayout) -> None:
         ContractError: they do not.
     """
     largest = max(layout.key_size, layout.value_size)
-    if layout.form != "tail" or largest > LARGEST_HEAD:
+    if layout.form != "tail" or largest > state_tiles.LARGEST_HEAD:
         raise ContractError(
             f"form={layout.form!r} with heads of {largest}; the kernels take slots of the form "
-            f"'tail' and heads of at most {LARGEST_HEAD}",
+            f"'tail' and heads of at most {state_tiles.LARGEST_HEAD}",
             rule="T9",
         )
-    if layout.chunk_size > LARGEST_CHUNK:
+    if layout.chunk_size > state_tiles.LARGEST_CHUNK:
         raise ContractError(
-            f"chunk_size={layout.chunk_size}; the kernels take at most {LARGEST_CHUNK}", rule="T9"
+            f"chunk_size={layout.chunk_size}; the kernels take at most {state_tiles.LARGEST_CHUNK}",
+            rule="T9",
         )
 
 
@@ -123,18 +117,18 @@ def step_tile(
     num_reqs: int,
     is_long: bool = False,
     is_fused: bool = False,
-) -> StateTile:
+) -> state_tiles.StateTile:
     """The tile of a step of `num_reqs` requests with at most, or more than, D + 1 tokens, and of
     one from convolution to norm, which convolves keys in fewer programs with wide tiles."""
     fills_chip = num_reqs * layout.num_heads >= 2 * limits.num_sms
-    copies = not is_long and can_copy(layout, limits.capability)
-    kind = kind_of_step(layout, params, is_long, fills_chip, copies)
+    copies = not is_long and state_tiles.can_copy(layout, limits.capability)
+    kind = state_tiles.kind_of_step(layout, params, is_long, fills_chip, copies)
     if is_fused:
         kind = kind.replace("copied wide row", "copied row")
-    return state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
+    return state_tiles.state_tile(layout.key_size, layout.value_size, layout.chunk_size, kind)
 
 
-def most_queries(layout: StateLayout, tile: StateTile, max_query_len: int) -> int:
+def most_queries(layout: StateLayout, tile: state_tiles.StateTile, max_query_len: int) -> int:
     """`StateConfig.QUERIES`: one kernel for single tokens, and one for more."""
     several = tile.copies and max_query_len > 1
     return triton.next_power_of_2(layout.max_rollback + 1) if several else 1
@@ -145,7 +139,7 @@ def state_config(
     layout: StateLayout,
     recurrence: Recurrence,
     strides: tuple[int, ...],
-    tile: StateTile,
+    tile: state_tiles.StateTile,
     prepared: bool = False,
     chunk: int = 0,
     queries: int = 1,

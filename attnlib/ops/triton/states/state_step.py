@@ -15,6 +15,8 @@ from attnlib.ops.states.inputs import RecurrenceParams, StateInputs
 from attnlib.ops.states.tensors import StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import limits_of
+from attnlib.ops.triton.hopper.kernels.state_blocks import SPAN
+from attnlib.ops.triton.hopper.kernels.state_channel_chunks import channel_matrices_kernel
 from attnlib.ops.triton.hopper.kernels.state_decode import copied_decode_kernel
 from attnlib.ops.triton.hopper.kernels.state_long import (
     factor_size,
@@ -30,15 +32,7 @@ from attnlib.ops.triton.kernels.state_prefill import (
 )
 from attnlib.ops.triton.kernels.state_step import state_step_kernel
 from attnlib.ops.triton.launch.bound import ALIGNMENT
-from attnlib.ops.triton.states.config import (
-    Recurrence,
-    check_dense,
-    check_slots,
-    most_queries,
-    slot_strides,
-    state_config,
-    step_tile,
-)
+from attnlib.ops.triton.states import config as configs
 from attnlib.ops.triton.states.launch import KernelLaunch
 
 __all__ = ["PreparedStep", "state_step"]
@@ -87,17 +81,18 @@ class PreparedStep:
         # Rows are copied in units of 16 bytes.
         rows_of = dict(query=inputs.query, key=inputs.key, value=inputs.value)
         self._is_moved = chunk > 0 and bool(unsupported_strides(**rows_of))
-        self._has_long_chunks, few = chunk > 0, 0
+        self._has_long_chunks, few, few_warps = chunk > 0, 0, 0
         if chunk:
             # Steps of at most D + 1 tokens begin in the chunk of the first one that is replaced.
             is_short = not is_long and 2 * layout.max_rollback <= chunk
             few, is_long = is_short * (1 + (layout.max_rollback > 0)), True
             tile = state_tiles.long_tile(layout, is_short)
         else:
-            tile = step_tile(layout, params, limits, num_reqs, is_long)
-        queries = most_queries(layout, tile, batch.max_query_len)
-        recurrence, strides = Recurrence.on_chip(params, limits), _strides(inputs, slots, out)
-        config = state_config(layout, recurrence, strides, tile, is_long, chunk, queries, few)
+            tile = configs.step_tile(layout, params, limits, num_reqs, is_long)
+        queries = configs.most_queries(layout, tile, batch.max_query_len)
+        recurrence = configs.Recurrence.on_chip(params, limits)
+        given = layout, recurrence, _strides(inputs, slots, out), tile
+        config = configs.state_config(*given, is_long, chunk, queries, few)
         options, heads, c = tile.options(limits.is_amd), config.HV, config.C
         kernel: Any = copied_decode_kernel if tile.copies else state_step_kernel
         matrices: Any = state_matrices_kernel
@@ -109,7 +104,9 @@ class PreparedStep:
             columns = prepared_columns(c, config.PART, config.PARTS, is_channel)
             self._memory = [((chunks, heads, c, columns), torch.float32)]
         if chunk:
-            matrices, kernel = long_matrices_kernel, serial_step_kernel
+            kernel, matrices, few_warps = serial_step_kernel, long_matrices_kernel, 1 + is_channel
+            if is_channel and not params.is_invariant:
+                matrices, few_warps = channel_matrices_kernel, config.PART // SPAN.value
             of_matrices, of_step = (scale, num_reqs), (num_reqs, rows)
             planes = plane_size(c, config.PART, config.DELTA, is_channel)
             self._memory = [
@@ -120,9 +117,8 @@ class PreparedStep:
         self._step = KernelLaunch(kernel, config, grid, of_step, **options)
         if is_long:
             warps, unit = options["num_warps"], config._replace(C=config.UNIT)
-            given = (config, (chunks, heads), of_matrices)
-            most = (2 if is_channel else 1) if chunk else warps
-            self._matrices = KernelLaunch(matrices, *given, num_warps=most)
+            of_chunks = (config, (chunks, heads), of_matrices)
+            self._matrices = KernelLaunch(matrices, *of_chunks, num_warps=few_warps or warps)
             self._tails = KernelLaunch(state_tail_kernel, unit, (num_reqs, heads), num_warps=warps)
 
     def run(
@@ -171,12 +167,12 @@ def _long_chunk(
 
 def _check(inputs: StateInputs, slots: StateTensors, out: Tensor) -> None:
     query, key, value, log_decay, beta = inputs
-    check_slots(slots.layout)
-    check_dense(query=query, key=key, value=value, out=out)
+    configs.check_slots(slots.layout)
+    configs.check_dense(query=query, key=key, value=value, out=out)
     if log_decay.dtype != torch.float32 or (beta is not None and beta.dtype != torch.float32):
         raise ContractError("log_decay and beta must be float32", rule="T5")
     if slots.layout.decay == "channel":
-        check_dense(log_decay=log_decay)
+        configs.check_dense(log_decay=log_decay)
 
 
 def _strides(inputs: StateInputs, slots: StateTensors, out: Tensor) -> tuple[int, ...]:
@@ -185,4 +181,5 @@ def _strides(inputs: StateInputs, slots: StateTensors, out: Tensor) -> tuple[int
     rows = [stride for tensor in (*inputs[:3], out) for stride in tensor.stride()[:2]]
     is_constant = slots.layout.decay == "constant"
     decay = (0, log_decay.stride(0)) if is_constant else log_decay.stride()[:2]
-    return (*rows, *decay, *((0, 0) if beta is None else beta.stride()), *slot_strides(slots))
+    gates = (*decay, *((0, 0) if beta is None else beta.stride()))
+    return (*rows, *gates, *configs.slot_strides(slots))

@@ -98,7 +98,7 @@ def assembly(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *_: An
         return Tensor(torch.tanh(args[0].value))
     if "ex2.approx" in asm:
         return Tensor(torch.exp2(args[0].value))
-    if "mul.f32 $1, b, b" in asm:  # of `channel_matrices`
+    if "mul.f32 $1, b, b" in asm:  # of `state_channel_chunks`
         return Tensor(args[0].value.float().square())
     if "lg2.approx" in asm:
         return Tensor(torch.log2(args[0].value))

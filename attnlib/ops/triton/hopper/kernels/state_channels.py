@@ -1,11 +1,11 @@
-"""Decays per channel in chunks of many tokens (`state_long`), by products of bfloat16.
+"""Decays per channel in chunks of batch-invariant layers (`state_long`), by products of bfloat16.
 
 With b the sums of the decays up to each token, of each channel, a product of two tokens i > j is
 the sum over the channels of k_i k_j exp(b_i - b_j). A border r between them divides the factor
 between the operands: exp(b_i - r) exp(r - b_j). Blocks of 2, 4, ... tokens are joined as in
-`state_matrices`, so that no exponent is positive. Where the decays of a larger block are so weak
-that both exponents are bounded, one product with its middle as the border gives all pairs in it; in
-chunks of the slots, the border is the start of the chunk, and each row has its choice.
+`state_matrices`, so that no exponent is positive. Where the decays up to a row are so weak that
+both exponents are bounded, one product with the start of the chunk as the border gives all of its
+pairs: no later row changes the choice for one (T18).
 """
 
 from __future__ import annotations
@@ -56,21 +56,13 @@ def _add_products(q, k, total, kk, qk, CONFIG: tl.constexpr):
     row = tl.arange(0, C)
     lower = row[:, None] > row[None, :]
     qk += tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    first = LEVELS - 1
-    if CONFIG.C == CONFIG.UNIT:
-        # No later row may change the choice for one (T18). The border is the start of the chunk.
-        weak = tl.min(total, 1) >= -MOST
-        kk, qk = _add_pairs(q, k, total, lower & weak[:, None], kk, qk, CONFIG)
-        lower = lower & (tl.min(total, 1) < -MOST)[:, None]
-        first = tl.where(tl.min(weak.to(tl.int32), 0) > 0, LEVELS, 0)
-    elif tl.min(tl.min(total, 1), 0) < -MOST:
-        gap = tl.abs(total - _border(total, LEVELS - 2, CONFIG))
-        first = tl.where(tl.max(tl.max(gap, 1), 0) <= MOST, LEVELS - 2, 0)
-    for level in range(first, LEVELS):
+    weak = tl.min(total, 1) >= -MOST
+    kk, qk = _add_pairs(q, k, total, lower & weak[:, None], kk, qk, CONFIG)
+    lower = lower & (tl.min(total, 1) < -MOST)[:, None]
+    for level in range(tl.where(tl.min(weak.to(tl.int32), 0) > 0, LEVELS, 0), LEVELS):
         gap = total - _border(total, level, CONFIG)
         half = row >> level
-        same = (half >> 1)[:, None] == (half >> 1)[None, :]
-        joined = lower & same & ((level == first) | (half[:, None] != half[None, :]))
+        joined = lower & (half[:, None] & 1 == 1) & (half[:, None] - 1 == half[None, :])
         kk, qk = _add_pairs(q, k, gap, joined, kk, qk, CONFIG)
     return kk, qk
 

@@ -14,7 +14,8 @@ written as in `state_prefill`, whose matrices these are:
 
 with |q| and |k| for the inverse lengths. Matrix units multiply bfloat16: two such numbers are 16
 bits of one of float32, and queries and keys need one. Decays per channel are part of rows of keys
-and queries that are prepared, too (`state_channels`).
+and queries that are prepared, too: by `channel_matrices_kernel` of `state_channel_chunks` where
+bits may depend on steps, else in `state_channels`.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ __all__ = ["factor_size", "long_matrices_kernel", "plane_size"]
 @triton.jit
 def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
     """Return the `Chunk` of one head, without decays per channel."""
-    C: tl.constexpr = CONFIG.C
-    beta = tl.full([C], 1.0, tl.float32)
+    row = tl.arange(0, CONFIG.C)
+    beta = tl.full([CONFIG.C], 1.0, tl.float32)
     decay = beta
     if CONFIG.HAS_BETA:
-        beta = pieces.load_numbers(part, tail.beta, tokens.beta, CONFIG.HV, CONFIG.B_T, CONFIG)
+        places = tail.beta, tokens.beta
+        beta = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.B_T, CONFIG)
     if CONFIG.DECAY == DECAY_CONSTANT:
-        exists = tl.arange(0, C) < part.stop - part.start
-        decay = tl.where(exists, tl.load(tokens.decay), 0.0)
+        decay = tl.where(row < part.stop - part.start, tl.load(tokens.decay), 0.0)
     elif CONFIG.DECAY == DECAY_HEAD:
-        decay = pieces.load_numbers(part, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T, CONFIG)
+        places = tail.decay, tokens.decay
+        decay = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.G_T, CONFIG)
     columns = requests.part_columns(0, CONFIG)
     k = pieces.load_keys(part, tokens, tail, columns, CONFIG)
     q = pieces.load_queries(part, tokens, columns, CONFIG)

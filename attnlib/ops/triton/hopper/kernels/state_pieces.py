@@ -22,6 +22,7 @@ __all__ = [
     "open_part",
     "product",
     "parts_of",
+    "rows_place",
     "store_parts",
     "store_rows",
     "token_places",
@@ -107,9 +108,8 @@ def load_queries(part, tokens, columns, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(part, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
+def load_numbers(part, row, old, new, OLD: tl.constexpr, NEW: tl.constexpr, CONFIG: tl.constexpr):
     """Return one number of each row, [C]."""
-    row = tl.arange(0, CONFIG.C)
     place = new + (part.token + row) * NEW
     place = tl.where(row < part.held, old + ((part.start + row) % CONFIG.RING) * OLD, place)
     return tl.load(place, mask=row < part.stop - part.start, other=0.0)

@@ -24,7 +24,7 @@ from attnlib.ops.triton.hopper.kernels.state_slots import store_state
 from attnlib.ops.triton.kernels.state_chunk import cut
 from attnlib.ops.triton.kernels.state_sums import summable
 
-__all__ = ["fill_by_products"]
+__all__ = ["add", "fill_by_products"]
 
 
 class Factors(NamedTuple):
@@ -55,7 +55,8 @@ def _number_layout(CONFIG):
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
+    """Return the sum of two numbers, for scans."""
     return a + b
 
 
@@ -73,7 +74,7 @@ def _factors(shared, new, CONFIG: gl.constexpr):
     held = reinterpret(shared.decays, gl.float32, [UNIT], VECTOR).load(NUMBERS)
     held = gl.where(is_new, 0.0, summable(held))
     newest = summable(new.decay)
-    sums = gl.associative_scan(held, 0, _add)
+    sums = gl.associative_scan(held, 0, add)
     whole = gl.sum(held, 0) + newest
     after = gl.where(is_new, 0.0, sums - held + newest)
     norm = gl.full([UNIT], 1.0, gl.float32, NUMBERS)

@@ -1,5 +1,4 @@
-"""What is prepared for chunks of long steps, against the rules in float64: also by the candidate of
-`benchmarks.gpu.channel_matrices`."""
+"""What is prepared for chunks of long steps, against the rules in float64."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateLayout, StateTensors
-from attnlib.ops.triton.heuristics.device import INTERPRETED
+from attnlib.ops.triton.hopper.kernels.state_channel_chunks import channel_matrices_kernel
 from attnlib.ops.triton.hopper.kernels.state_long import long_matrices_kernel
 from attnlib.ops.triton.states import state_step
 from attnlib.ops.triton.states.launch import KernelLaunch
-from benchmarks.gpu.channel_matrices import ChannelLaunch, channel_matrices_kernel
 from tests.ops.triton.test_states_long_step import DEVICE, long_steps
 
 __all__ = ["long_steps"]
@@ -23,7 +21,7 @@ __all__ = ["long_steps"]
 LIMIT = 4e-5
 """Largest error of numbers of 16 bits, relative to the largest of their kind."""
 SCALE = 0.1
-KINDS = {"channel": KernelLaunch, "head": KernelLaunch, "candidate": ChannelLaunch}
+KERNELS = {"channel": channel_matrices_kernel, "head": long_matrices_kernel}
 TOKENS = 70
 CHUNKS = ((0, 32), (32, 64), (64, 70))
 
@@ -43,28 +41,22 @@ DECAYS: dict[str, Callable[..., Tensor]] = {
 """Name -> logarithms; the sums of some have no digits left for those of weak decays (T5)."""
 
 
-def prepared(
-    monkeypatch: pytest.MonkeyPatch, layout: StateLayout, inputs: StateInputs, launch: Any
-) -> Any:
+def prepared(monkeypatch: pytest.MonkeyPatch, layout: StateLayout, inputs: StateInputs) -> Any:
     """The configuration of a first step, its planes and factors."""
     found: list[Any] = []
 
-    class Noted(launch):
+    class Noted(KernelLaunch):
         def __init__(self, kernel: Any, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(kernel, config, *args, **options)
-            self.config = config if kernel is long_matrices_kernel else None
+            self.config = config if kernel is KERNELS[layout.decay] else None
 
         def run(self, *tensors: Tensor) -> None:
             if self.config is not None:
-                is_candidate = self._kernel is channel_matrices_kernel
-                assert is_candidate == (launch is ChannelLaunch)
                 for memory in tensors[-2:]:
                     memory.fill_(torch.nan)
                 super().run(*tensors)
                 found.extend([self.config, *(x.cpu().double() for x in tensors[-2:])])
 
-    if INTERPRETED:
-        monkeypatch.setattr(channel_matrices_kernel, "hash", "of functions that are interpreted")
     monkeypatch.setattr(state_step, "KernelLaunch", Noted)
     memory = torch.zeros(2, layout.bytes_per_slot, dtype=torch.uint8, device=DEVICE)
     starts = torch.tensor([0, TOKENS], dtype=torch.int32, device=DEVICE)
@@ -138,38 +130,39 @@ def stored(
 
 
 @pytest.mark.parametrize("decays", DECAYS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("update", "size"), [("delta", 64), ("delta", 128), ("add", 64)])
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    ("update", "size", "unit"),
+    [("delta", 64, 16), ("delta", 128, 16), ("add", 64, 16), ("delta", 64, 32)],
+)
 def test_prepared_chunks(
-    decays: str, kind: str, update: str, size: int, monkeypatch: pytest.MonkeyPatch
+    decays: str, kind: str, update: str, size: int, unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T2, T5: matrices and rows of full chunks and of one of six tokens."""
     torch.manual_seed(0)
-    is_channel = kind != "head"
+    is_channel = kind == "channel"
     q, k = (torch.randn(TOKENS, 1, size).bfloat16() for _ in range(2))
     k = k if update == "delta" else (k * size**-0.5).bfloat16()
     decay = DECAYS[decays](TOKENS, 2, *([size] if is_channel else []))
     beta = torch.rand(TOKENS, 2) * 2 if update == "delta" else None
-    # The interpreter does not round to bfloat16, which costs sums over levels of pairs a bit.
-    limit = 2 * LIMIT if INTERPRETED and kind == "channel" else LIMIT
     layout = StateLayout(
         form="tail",
         num_heads=2,
         num_key_heads=1,
         key_size=size,
         value_size=64,
-        decay="channel" if is_channel else "head",
+        decay=kind,
         has_beta=beta is not None,
         conv_channels=0,
         conv_width=0,
         dtype=torch.bfloat16,
         state_dtype=torch.float32,
         max_rollback=0,
-        chunk_size=16,
+        chunk_size=unit,
     )
     value = torch.zeros(TOKENS, 2, 64).bfloat16()
     inputs = StateInputs(q, k, value, decay, beta)
-    config, planes, factors = prepared(monkeypatch, layout, inputs, KINDS[kind])
+    config, planes, factors = prepared(monkeypatch, layout, inputs)
     for chunk, (first, stop) in enumerate(CHUNKS):
         for head in range(2):
             rows, one = (q[first:stop, 0], k[first:stop, 0]), slice(first, stop)
@@ -179,4 +172,4 @@ def test_prepared_chunks(
             found = stored(config, *arguments)
             for name, right in expected.items():
                 error = (found[name] - right).abs().max() / right.abs().max().clamp(min=1e-30)
-                assert error < limit, (chunk, head, name, error)
+                assert error < LIMIT, (chunk, head, name, error)
