@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from attnlib.cli.arguments import REQUEST_HELP, CommandParser, any_device, count, input_path
 from attnlib.cli.hf_config import fallback_lines
+from attnlib.cli.hf_file import read_config
 from attnlib.cli.kernels import KernelsOfSpec, kernels_of
+from attnlib.cli.layer_kinds import has_states
 from attnlib.cli.server_flags import add_server_flags, rank_specs, server_of
 from attnlib.cli.spec_flags import DEFAULT_LAYER, add_spec_flags, names_a_spec, specs_of
 from attnlib.device import resolve_device
@@ -19,6 +21,10 @@ from attnlib.spec import AttentionSpec
 
 __all__ = ["main", "parser"]
 
+_STATES = (
+    "\nthe state layers of this model are not among them: for their StateSpec, "
+    "attnlib.explain(spec) names the backend"
+)
 _CACHE = "cache"
 """The value of `--kernels` without a folder."""
 
@@ -61,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for kind, report in reports.items()
             )
         )
+        if options.config and has_states(read_config(options.config)[1]):
+            print(_STATES)
     return 0 if all(report.chosen for report in reports.values()) else 1
 
 

@@ -150,8 +150,14 @@ def _common_fields(config: dict[str, Any], file: Path, overrides: dict[str, Any]
         or bool((config.get("attn_config") or {}).get("alibi")),
         "has_sink": model in _SINKS,
         "use_mla": model in _KEYS_ARE_VALUES,
-        "attn_type": AttentionType.ENCODER_ONLY if model in _ENCODERS else AttentionType.DECODER,
+        "attn_type": AttentionType.ENCODER_ONLY if _is_encoder(config) else AttentionType.DECODER,
     }
+
+
+def _is_encoder(config: dict[str, Any]) -> bool:
+    """Whether it is a model of texts that is an encoder, or one of images (ViT)."""
+    of_patches = bool(config.get("patch_size")) and not config.get("vocab_size")
+    return config.get("model_type") in _ENCODERS or of_patches
 
 
 def _dtype(config: dict[str, Any], file: Path) -> torch.dtype:

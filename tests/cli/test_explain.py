@@ -143,6 +143,7 @@ def test_explain_a_model_by_its_config(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["explain", "--config", str(tmp_path), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("sliding_attention\n") and "\n\nfull_attention\n" in shown
+    assert "state layers" not in shown
     specs = specs_from_config(tmp_path)
     assert (
         specs["sliding_attention"].sliding_window == 128
@@ -151,6 +152,14 @@ def test_explain_a_model_by_its_config(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(
         spec.has_sink and spec.head_size == 64 and spec.num_kv_heads == 8 for spec in specs.values()
     )
+
+
+def test_state_layers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hybrid model has layers that no flag describes."""
+    (tmp_path / "config.json").write_text(json.dumps({**GPT_OSS, "mamba_d_state": 128}))
+    assert main(["explain", "--config", str(tmp_path), "--device", "cpu"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("the state layers of this model are not among them")
 
 
 def test_chunked_layers_state_the_fallback_of_transformers(

@@ -50,6 +50,14 @@ from attnlib.spec import AttentionType
             {"attn_type": AttentionType.ENCODER_ONLY},
         ),
         (
+            {"model_type": "vit", "hidden_size": 64, "num_attention_heads": 4, "patch_size": 16},
+            {"attn_type": AttentionType.ENCODER_ONLY},
+        ),
+        (  # a decoder over patches of bytes
+            {"hidden_size": 64, "num_attention_heads": 4, "patch_size": 4, "vocab_size": 256},
+            {"attn_type": AttentionType.DECODER},
+        ),
+        (
             {"model_type": "bloom", "n_head": 4, "hidden_size": 64},
             {"has_alibi": True, "head_size": 16},
         ),
