@@ -70,6 +70,12 @@ def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
     """
     if not isinstance(scale, torch.Tensor):
         check_scale(name, scale)
+        if scale != UNIT_SCALE and view.dtype.itemsize > 1:
+            raise ContractError(
+                f"{name}={scale} of a cache of {view.dtype}: writes scale quantized elements only; "
+                "leave it out, or allocate the cache with kv_cache_dtype='fp8'",
+                rule="M9",
+            )
         return float(scale)
     heads = view.shape[2]
     if scale.numel() == 1 and scale.dim() == 1 and heads != 1:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,26 +33,17 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Audit a model or recordings; returns 0, or 2 if it cannot run."""
+    """Audit a model or recordings; returns 0."""
     from attnlib.debug.kv_audit import KVAudit
 
     options = parser().parse_args(argv)
+    _check_options(options)
     formats = _formats(options.formats)
-    if options.figure and importlib.util.find_spec("matplotlib") is None:
-        print('attnlib audit-kv --figure: pip install "attnlib[bench]"', file=sys.stderr)
-        return 2
     audit = KVAudit()
     quality: dict[str, dict[str, Quality]] = {}
     if options.recordings:
         source = f"{len(options.recordings)} recorded calls"
         _audit_recordings(options.recordings, formats, options.device or "cpu", audit)
-    elif importlib.util.find_spec("transformers") is None:
-        print(
-            'attnlib audit-kv runs a transformers model: pip install "attnlib[transformers]", or '
-            "pass recordings with --recordings",
-            file=sys.stderr,
-        )
-        return 2
     else:
         source, quality = _audit_model(options, formats, audit)
     labels = [one.label for one in formats]
@@ -72,6 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.figure).parent.mkdir(parents=True, exist_ok=True)
         draw_audit(audit, labels, source, options.figure)
     return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options without an effect, and what could not be run or written at the end."""
+    for name in ("prompts", "perplexity", "dtype", "backend"):
+        if options.recordings and getattr(options, name):
+            raise ContractError(f"--{name} is for models: leave it or --recordings out")
+    if options.figure and Path(options.figure).suffix not in (".svg", ".png"):
+        raise ContractError(f"--figure {options.figure} must end in .svg or .png")
+    extras = {"transformers": not options.recordings, "matplotlib": options.figure}
+    for package, needed in extras.items():
+        if needed and importlib.util.find_spec(package) is None:
+            raise ContractError(f'{package} is not installed: pip install "attnlib[model,bench]"')
 
 
 def _formats(names: str | None) -> list[AuditFormat]:

@@ -113,10 +113,11 @@ def named_format(text: str) -> AuditFormat:
     if len(names) > 2:
         raise ContractError(f"{text!r} names {len(names)} formats: write KEYS,VALUES+ROTATION")
     stored = [kv_cache_format(name, torch.bfloat16) for name in names]
+    in_page = any(one.scales_in_page for one in stored)
     return AuditFormat(
         label=",".join(names) + (rotation and f"+{rotation}"),
         kv_cache_dtype=names[0],
-        scales="page" if any(one.scales_in_page for one in stored) else "tensor",
+        scales="page" if in_page else "tensor" if stored[0].dtype.itemsize == 1 else "one",
         value_cache_dtype=names[1] if len(names) == 2 else None,
         kv_rotation=None if not rotation else str(KVRotation.of(rotation)),
     )

@@ -36,7 +36,10 @@ def test_existing_views_are_checked(key: torch.Tensor, value: torch.Tensor, mess
 def test_scales_are_checked() -> None:
     """M9: per tensor or per KV head, float32."""
     views = torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8)
-    assert PagedKVCache.from_views(*views, k_scale=2).k_scale == 2.0
+    stored = [view.to(torch.float8_e4m3fn) for view in views]
+    assert PagedKVCache.from_views(stored[0], stored[1], k_scale=2).k_scale == 2.0
+    with pytest.raises(ContractError, match="k_scale=2 of a cache of torch.float32: writes scale"):
+        PagedKVCache.from_views(*views, k_scale=2)
     with pytest.raises(ContractError, match=r"k_scale is torch.float32 \(3,\).*\[2\] \(KV heads\)"):
         PagedKVCache.from_views(*views, k_scale=torch.ones(3))
 
@@ -95,7 +98,7 @@ def test_quantized_blocks_move_between_equal_scales(source: Scale, destination: 
 
 def test_unquantized_blocks_move_whatever_the_scales() -> None:
     """Only quantized caches apply scales."""
-    first, second = _quantized(0.5, kv="auto"), _quantized(2.0, kv="auto")
+    first, second = (_quantized(torch.tensor(each), kv="auto") for each in (0.5, 2.0))
     first.swap_blocks(second, [(0, 1)])
     assert torch.equal(second.key_cache[1], first.key_cache[0])
 

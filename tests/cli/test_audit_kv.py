@@ -70,6 +70,23 @@ def test_layers_have_the_columns_of_the_total(
             ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--perplexity"], "--perplexity is for models"),
+        (["--backend", "nope"], "--backend is for models"),
+        (["--figure", "audit.bmp"], "--figure audit.bmp must end in .svg or .png"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = save_recording(captured(Case(batch="mixed")), tmp_path / "call.pt")
+    arguments = ["audit-kv", "--recordings", str(file), "--formats", "nvfp4", *options]
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_a_model_with_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")

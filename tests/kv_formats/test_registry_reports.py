@@ -89,6 +89,9 @@ def test_the_audit_takes_sides_and_paths(rotated4: KVFormat) -> None:
     path = named_format(f"{MODULE}:ROTATED_4BIT")
     assert (path.label, path.scales) == (rotated4.name, "page")
     assert named_format("fp8_e4m3,fp8_e4m3").scales == "tensor"
+    exact = [named_format("auto"), named_format("float32")]
+    for found in audit_call(captured(Case(batch="mixed", dtype="float32")), exact).values():
+        assert found.max_error == found.max_lse_error == 0.0, "stored as they are"
     for text in ("fp3", "nvfp4,nvfp4,nvfp4", "nvfp4+turned", "nvfp4,", f"{MODULE}:NOTHING"):
         with pytest.raises(ContractError):
             named_format(text)
