@@ -222,6 +222,56 @@ def test_wrong_calls(change: str, message: str) -> None:
         _called(change)
 
 
+NAN_CASES = [("torch", form, name) for name in KINDS for form in ("plain", "snapshots", "tail")]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("backend", "form", "name"), [*NAN_CASES, ("triton", "tail", "gated delta")]
+)
+def test_nan_reaches_its_chunk_and_can_be_taken_back(
+    backend: str, form: str, name: str, value: float
+) -> None:
+    """T5: rows before its chunk keep every bit, as do rows and slot once it is replaced."""
+    pytest.importorskip("triton")
+    spec = KINDS[name].replace(form=form, max_rollback=0 if form == "plain" else 3)
+    layer, tokens = layer_of(spec, backend=backend), draw_tokens(spec, 76, 0)
+    early, late = tokens.each(torch.clone), tokens.each(torch.clone)
+    for inputs, first in ((early, 66), (late, 70)):
+        for tensor in inputs.tensors().values():
+            tensor[first:72] = value
+
+    def served(prefill: TokenInputs) -> list[torch.Tensor]:
+        """Outputs of 72 tokens, the last two of which the next step replaces, and the slot."""
+        cache = attnlib.StateCache.allocate(layer.spec, 1, device="cpu")
+        cache.memory.fill_(0)
+        results = []
+        for first, inputs in ((0, prefill.rows(0, 72)), (70, tokens.rows(70, 73))):
+            count = len(inputs)
+            if first and form == "plain":
+                break
+            metadata = batch_of(layer, [count], [first + count], [0])
+            if spec.has_convolution:
+                results.append(layer.convolve(inputs.x, cache, metadata))
+            if spec.has_recurrence:
+                results.append(layer(*arguments(inputs), cache, metadata))
+        return [*results, cache.memory]
+
+    parts = spec.has_convolution + spec.has_recurrence
+    clean, reached, replaced = map(served, (tokens, early, late))
+    safe = 64 if layer.spec.form == "tail" and layer.spec.chunk_size == 16 else 66 - 63
+    for got, wanted in zip(reached[:parts], clean, strict=False):
+        assert torch.equal(got[:safe], wanted[:safe]) and not got[66:72].isfinite().all()
+    if form != "plain":
+        for got, wanted in zip(replaced[parts:-1], clean[parts:-1], strict=True):
+            assert torch.equal(got, wanted)
+        exported = [layer.spec, replaced[-1]], [layer.spec, clean[-1]]
+        decay = layer.log_decay
+        states = [attnlib.StateCache(*one).export([0], [73], log_decay=decay) for one in exported]
+        for got, wanted in zip(*states, strict=True):
+            assert got is wanted is None or torch.equal(got, wanted)
+
+
 def test_a_convolution_alone_has_no_recurrence() -> None:
     spec = KINDS["short convolution"]
     layer = layer_of(spec)
