@@ -1,4 +1,4 @@
-"""Attention of one query per row over adjacent keys, with torch's operators for a CPU."""
+"""Attention of one query per row over keys in place, with torch's operators for a CPU."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ class Spans:
     """The keys that the rows of a step see.
 
     Rows that begin at different keys are served by one call with a bias, or by one call for each
-    beginning, which reads no hidden key.
+    beginning, which reads no hidden key. Rows with hidden keys between others have a bias.
 
     Args:
         starts: first key of each row, or of all rows.
         end: end of the keys of all rows.
         key_bytes: size of one token's key and value.
         dtype: of the bias.
+        seen: `[B, end]` bool, the keys that the rows see; None for all from `starts` on.
 
     Attributes:
-        starts: as given.
+        starts: as given; empty with `seen`.
         start, end: the keys that any row sees.
         counts: rows of each group of neighbors that begin at one key, if each has a call; or empty.
         firsts: first key of each group.
@@ -45,7 +46,14 @@ class Spans:
 
     __slots__ = ("bias", "counts", "end", "firsts", "room", "start", "starts", "tokens")
 
-    def __init__(self, starts: list[int], end: int, key_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        starts: list[int],
+        end: int,
+        key_bytes: int,
+        dtype: torch.dtype,
+        seen: np.ndarray | None = None,
+    ) -> None:
         self.starts, self.start, self.end = starts, min(starts), end
         self.counts: list[int] = []
         self.firsts: list[int] = []
@@ -53,9 +61,12 @@ class Spans:
         self.room: torch.Tensor | None = None
         self.tokens: np.ndarray | None = None
         hidden = sum(starts) - self.start * len(starts)
-        if not hidden:
+        if not hidden and seen is None:
             return
-        if hidden * key_bytes > sum(map(ne, starts, starts[1:])) * _BYTES_OF_A_CALL:
+        if (
+            seen is None
+            and hidden * key_bytes > sum(map(ne, starts, starts[1:])) * _BYTES_OF_A_CALL
+        ):
             for first, rows in groupby(starts):
                 self.counts.append(len(list(rows)))
                 self.firsts.append(first)
@@ -63,9 +74,11 @@ class Spans:
         columns = -(-(end - self.start) // _ROUND) * _ROUND
         places = np.arange(self.start + columns)
         self.tokens = places >= np.asarray(starts)[:, None]
-        before = torch.from_numpy(~self.tokens[:, None, None, self.start :])
+        if seen is not None:
+            self.starts, self.tokens[:, :end] = [], seen
+        unseen = torch.from_numpy(~self.tokens[:, None, None, self.start :])
         room = torch.zeros(len(starts), 1, 1, columns, dtype=dtype, device="cpu")
-        self.room = room.masked_fill_(before, -torch.inf)
+        self.room = room.masked_fill_(unseen, -torch.inf)
         self.bias = self.room.narrow(3, 0, end - self.start)
 
     def until(self, end: int) -> Spans | None:
@@ -89,7 +102,7 @@ class Spans:
 def visible_spans(
     step: StepMask, key: torch.Tensor, value: torch.Tensor, last: Spans | None = None
 ) -> Spans | None:
-    """The visible keys of each row; None if they are not adjacent, or a row has no token.
+    """The visible keys of each row; None if a row has none.
 
     Args:
         step: a causal mask with one query per row and a pattern without segments and spans.
@@ -102,7 +115,7 @@ def visible_spans(
     first: int | torch.Tensor = 0
     if pattern.chunk is not None or pattern.window.left is not None:
         first = first_visible_key(step, pattern, step.attention_mask)
-    starts = [0]
+    starts, seen = [0], None
     if padding is not None:
         tokens = padding.numpy()
         if last is not None and last.tokens is not None and isinstance(first, int) and first <= 0:
@@ -112,15 +125,19 @@ def visible_spans(
         starts = tokens.argmax(1).tolist()
         # No row has more tokens than columns from its first token on.
         if np.count_nonzero(tokens) != end * len(starts) - sum(starts):
-            return None
+            seen = tokens
     if isinstance(first, torch.Tensor):
         starts = np.maximum(starts, first.numpy()).tolist()
     elif first > 0:
         starts = [max(start, first) for start in starts]
-    if last is not None and last.starts == starts and (found := last.until(end)) is not None:
+    if seen is not None:
+        seen = seen & (np.arange(end) >= np.asarray(starts)[:, None])
+        if not seen.any(1).all():
+            return None
+    elif last is not None and last.starts == starts and (found := last.until(end)) is not None:
         return found
     key_bytes = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
-    return Spans(starts, end, key_bytes, key.dtype)
+    return Spans(starts, end, key_bytes, key.dtype, seen)
 
 
 def attend_spans(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnlib
 from attnlib.instrumentation import OBSERVERS
@@ -69,11 +70,35 @@ def test_soft_caps_and_sinks(name: str, lengths: tuple[int, ...], served: list[b
     assert served and all(served)
 
 
-def test_padding_between_tokens_takes_the_layer(served: list[bool]) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
+def test_padding_between_tokens(name: str, served: list[bool]) -> None:
+    """A bias hides it, also where a window ends in it; later turns of a padded chat have some."""
+    model = llama4(attn_temperature_tuning=False) if name == "llama4" else decoder(name)
     batch = padded(prompts(9, 8), "left")
-    batch["attention_mask"][0, 3:5] = 0
-    assert _equals_eager(decoder("llama"), batch)
-    assert served and not any(served)
+    batch["attention_mask"][0, 3:5] = batch["attention_mask"][1, 4:8] = 0
+    assert _equals_eager(model, batch)
+    assert served and all(served)
+
+
+@torch.no_grad()
+def test_padding_that_changes(served: list[bool]) -> None:
+    """Between steps: more and less padding between tokens, a hidden new token, and no token."""
+    model, masks = decoder("llama"), torch.ones(5, 2, 13, dtype=torch.long)
+    masks[1, 0, 2:4] = masks[2, 0, 2:4] = masks[2, 1, 6] = masks[3, 1, -1] = masks[4, 1] = 0
+    found = {}
+    for name in ("eager", "attnlib"):
+        model.set_attn_implementation(name)
+        cache = DynamicCache()
+        model(torch.tensor(prompts(8, 8)), past_key_values=cache)
+        logits = []
+        for tokens, mask in enumerate(masks, 9):
+            padding = torch.cat([mask[:, : tokens - 1], mask[:, -1:]], 1)
+            out = model(torch.tensor([[5], [6]]), attention_mask=padding, past_key_values=cache)
+            logits.append(out.logits[:, -1])
+        found[name] = torch.stack(logits)
+    error = (found["eager"] - found["attnlib"]).abs().amax(-1)
+    assert float(error[:4].max()) < 1e-4 and float(error[4, 0]) < 1e-4
+    assert served[:-2] and all(served[:-2]) and not any(served[-2:])
 
 
 @pytest.mark.parametrize("how", ["another backend", "validation", "an observer"])
