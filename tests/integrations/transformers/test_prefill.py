@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnlib
 from attnlib.instrumentation import OBSERVERS
-from attnlib.integrations.transformers import plain
-from tests.integrations.tiny_models import decoder, padded, prompts, run
+from attnlib.integrations.transformers import plain, prefill
+from tests.integrations.tiny_models import decoder, deepseek_v3, padded, prompts, run
 
 
 @pytest.fixture
@@ -56,6 +57,27 @@ def test_which_prefills(
     """Not those with a window that hides keys, padding, soft caps or sinks."""
     assert _equals_eager(decoder(name), padded(prompts(*lengths), "left"))
     assert served and set(served) == {expected}
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 20])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek_v3"])
+@torch.no_grad()
+def test_queries_behind_other_keys(
+    name: str, limit: int, served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of a chat, over all keys and in windows of 5, below the limit of scores and above."""
+    monkeypatch.setattr(prefill, "_MAX_SCORES", limit)
+    model, found = deepseek_v3() if name == "deepseek_v3" else decoder(name), {}
+    for implementation in ("eager", "attnlib"):
+        model.set_attn_implementation(implementation)
+        cache, logits = DynamicCache(config=model.config), []
+        for tokens in (3, 2, 4, 9):
+            ids = torch.tensor(prompts(tokens, tokens))
+            logits.append(model(ids, past_key_values=cache).logits)
+        found[implementation] = torch.cat(logits, 1)
+    assert float((found["eager"] - found["attnlib"]).abs().max()) < 2e-5
+    # The values of latents are smaller than their keys.
+    assert name == "deepseek_v3" or all(served) == (limit > 20)
 
 
 @pytest.mark.parametrize("how", ["another backend", "validation", "an observer"])
