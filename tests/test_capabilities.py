@@ -13,6 +13,7 @@ from attnlib.capabilities import (
     NOT_STATED,
     Capabilities,
     Sizes,
+    StateCapabilities,
     unsupported_device_reasons,
     unsupported_reasons,
 )
@@ -293,3 +294,13 @@ def test_a_capability_of_another_type_is_refused(field: str, value: object, acti
         Capabilities(**{field: value})
     text = str(caught.value)
     assert f"capability {field}={value!r} {action}" in text and f"leave {field} out" in text
+
+
+def test_a_class_without_capabilities_says_so() -> None:
+    """One that serves state layers only, as `fla` does, is not asked to define others."""
+    spec = AttentionSpec(**BASE)
+    unstated = type("Unstated", (load_backend("torch"),), {"capabilities": Capabilities()})
+    assert unstated.validate_configuration(spec, CPU) == ["serves no attention layers"]
+    unstated.state_capabilities = StateCapabilities()
+    (reason,) = unstated.validate_configuration(spec, CPU)
+    assert reason.endswith("define `capabilities`")

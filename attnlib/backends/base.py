@@ -23,7 +23,7 @@ from attnlib.backends.state_impl import StateImpl
 from attnlib.backends.step_plan import LayerGroup, StepPlan
 from attnlib.cache.layout import layout_named
 from attnlib.cache.storage import BlockPairs, PagedKVCache
-from attnlib.capabilities import Capabilities, unsupported_reasons
+from attnlib.capabilities import Capabilities, StateCapabilities, unsupported_reasons
 from attnlib.device import DeviceInfo, resolve_device
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
@@ -146,6 +146,8 @@ class AttentionBackend(StateBackend, ABC):
         if isinstance(spec, StateSpec):
             return cls.state_reasons(spec, info)
         assert isinstance(spec, AttentionSpec)
+        if (cls.capabilities, cls.state_capabilities) == (Capabilities(), StateCapabilities()):
+            return ["states no capabilities, so it serves no layer: define `capabilities`"]
         return unsupported_reasons(spec, info, cls.capabilities) + cls.supports_combination(
             spec, info
         )
