@@ -85,7 +85,7 @@ class HybridKVCache:
             if isinstance(group, KVCacheGroup)
         }
         self.states = {
-            name: StateCache(group.spec, self._storage)
+            name: StateCache(group.spec, self._storage, first_slot=1)
             for name, group in groups.items()
             if isinstance(group, StateGroup)
         }

@@ -59,6 +59,7 @@ class StateCache:
         spec: of the layer; `StateLayer.spec` names the form and chunk size of its backend.
         memory: `[S, bytes per slot or more]` uint8, slots dense and at multiples of 16 bytes, for
             example the blocks of a pool. It may hold anything (T14).
+        first_slot: slots before it are refused: block 0 of a pool is its null block (P12).
 
     Attributes:
         spec: of the layer.
@@ -71,13 +72,13 @@ class StateCache:
         ContractError: memory of another form.
     """
 
-    def __init__(self, spec: StateSpec, memory: Tensor) -> None:
+    def __init__(self, spec: StateSpec, memory: Tensor, first_slot: int = 0) -> None:
         self.spec = spec
         self.layout = state_layout(spec)
         if not isinstance(memory, Tensor):
             raise ContractError(f"memory is a {type(memory).__name__}; it must be a torch.Tensor")
         self.memory = memory[..., : self.layout.bytes_per_slot]
-        self.tensors = StateTensors.from_bytes(self.layout, self.memory)
+        self.tensors = StateTensors.from_bytes(self.layout, self.memory, first_slot)
         self.signature = (self.layout, len(memory), memory.stride(0), memory.device)
         self.handle = register_tensor_id(self)
 
@@ -112,7 +113,8 @@ class StateCache:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "memory": self.memory}
+        first = self.tensors.valid.start
+        return {"spec": self.spec, "memory": self.memory, "first_slot": first}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         StateCache.__init__(self, **state)
@@ -187,7 +189,7 @@ class StateCache:
         """
         spec, tensors = self.spec, self.tensors
         params = RecurrenceParams(scale=1.0, update=spec.update, qk_norm=spec.qk_norm)
-        places = slot_places(slots, positions, self.num_slots)
+        places = slot_places(slots, positions, self.tensors.valid)
         states = windows = None
         if spec.has_recurrence:
             each = [exchange.read_state(tensors, *place, params, log_decay) for place in places]
@@ -210,7 +212,7 @@ class StateCache:
             ContractError: slots outside the cache or named twice, another shape, or a position in a
                 chunk. Nothing is written then.
         """
-        places = slot_places(slots, positions, self.num_slots, distinct=True)
+        places = slot_places(slots, positions, self.tensors.valid, distinct=True)
         states = windows = None
         if self.spec.has_recurrence:
             states = _required("states", given.states, len(places))
@@ -225,7 +227,7 @@ class StateCache:
                 exchange.write_window(self.tensors, *place, windows[row])
 
     def _index(self, name: str, slots: Sequence[int]) -> Tensor:
-        found = slot_ids(name, slots, self.num_slots)
+        found = slot_ids(name, slots, self.tensors.valid)
         return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 

@@ -101,7 +101,7 @@ def check_requests(metadata: StateMetadata, cache: StateCache) -> None:
     batches over other slots share plans (`StateMetadata.with_slots`)."""
     given = metadata.query_start_loc, metadata.num_actual_tokens, metadata.max_query_len
     check_starts("query_start_loc", *given)
-    check_slots(list(metadata.batch.requests()), cache.num_slots)
+    check_slots(list(metadata.batch.requests()), cache.tensors.valid)
 
 
 def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -82,6 +83,31 @@ def test_a_block_holds_a_state_or_a_multiple_of_key_blocks() -> None:
             make()
     with pytest.raises(ContractError, match="a group of 0 state layers"):
         StateGroup(GDN, 0)
+
+
+def test_the_null_block_is_no_slot() -> None:
+    """P12: a step, a copy and a load with slot 0 leave it zero, also in a copy of the cache."""
+    layer = attnlib.StateLayer(
+        GDN, conv_weight=draw_layer(GDN).conv_weight, backend="torch", device="cpu"
+    )
+    pool = HybridKVCache(GROUPS, 5, "cpu")
+    cache, tokens = pool.states["states"], draw_tokens(GDN, 2, 0)
+    batch = attnlib.CommonAttentionMetadata.from_lengths(
+        [1, 1], [1, 1], device="cpu", state_slots=[0, 3]
+    )
+    metadata = layer.backend.make_builder(layer.spec, "cpu").build(0, batch)
+    inputs = tokens.query, tokens.key, tokens.value, tokens.log_decay, tokens.beta
+    state = cache.export([2], [0])
+    for one in (cache, pickle.loads(pickle.dumps(cache))):
+        for call in (
+            lambda one=one: layer.convolve(tokens.x, one, metadata),
+            lambda one=one: layer(*inputs, one, metadata),
+            lambda one=one: one.copy_slots([(3, 0)]),
+            lambda one=one: one.load([0], [4], state),
+        ):
+            with pytest.raises(ContractError, match=r"=0 is outside the .* of 5 slots \(1 to 4"):
+                call()
+        assert not one.memory.any()
 
 
 def test_a_batch_names_each_request_once() -> None:

@@ -71,7 +71,7 @@ class PackedStep:
             ContractError: as `check_slots`.
         """
         requests, device, layout = list(batch.requests()), batch.slots.device, tensors.layout
-        check_slots(requests, tensors.num_slots)
+        check_slots(requests, tensors.valid)
         if not requests:
             return None
         kept = [layout.first_kept(r.computed, r.end) for r in requests]

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def slot_ids(name: str, slots: Sequence[int], num_slots: int) -> list[int]:
+def slot_ids(name: str, slots: Sequence[int], valid: range) -> list[int]:
     """Slots as integers.
 
     Raises:
@@ -31,10 +31,10 @@ def slot_ids(name: str, slots: Sequence[int], num_slots: int) -> list[int]:
     """
     found = [as_id(name, slot, place) for place, slot in enumerate(as_ids(name, slots))]
     for place, slot in enumerate(found):
-        if not 0 <= slot < num_slots:
+        if slot not in valid:
             raise ContractError(
-                f"{name}[{place}]={slot} is outside the cache of {num_slots} slots "
-                f"(0 to {num_slots - 1})",
+                f"{name}[{place}]={slot} is outside the cache of {valid.stop} slots "
+                f"({valid.start} to {valid.stop - 1})",
                 rule="T7",
             )
     return found
@@ -56,7 +56,7 @@ def slot_pairs(pairs: Any) -> list[tuple[int, int]]:
 
 
 def slot_places(
-    slots: Sequence[int], positions: Sequence[int], num_slots: int, *, distinct: bool = False
+    slots: Sequence[int], positions: Sequence[int], valid: range, *, distinct: bool = False
 ) -> list[tuple[int, int]]:
     """(slot, position) of requests.
 
@@ -64,7 +64,7 @@ def slot_places(
         ContractError: slots outside the cache, a position below 0, lists of two lengths, or, with
             `distinct`, a slot of two requests.
     """
-    found = slot_ids("slots", slots, num_slots)
+    found = slot_ids("slots", slots, valid)
     ends = [as_count(f"positions[{place}]", one) for place, one in enumerate(positions)]
     if len(found) != len(ends) or (distinct and len(set(found)) < len(found)):
         raise ContractError(
@@ -79,7 +79,7 @@ def checked_requests(batch: StateBatch, slots: StateTensors, *parts: str) -> lis
     """The requests of a batch, which pass `check_slots`, and `check_positions` for the parts of a
     slot: "window", "state". Synchronizes."""
     requests = list(batch.requests())
-    check_slots(requests, slots.num_slots)
+    check_slots(requests, slots.valid)
     check_writable(windows=slots.window_positions, states=slots.positions)
     if "window" in parts and slots.window_positions is not None:
         check_positions(requests, slots.window_positions, "window")
@@ -88,12 +88,12 @@ def checked_requests(batch: StateBatch, slots: StateTensors, *parts: str) -> lis
     return requests
 
 
-def check_slots(requests: Sequence[StateRequest], num_slots: int | None) -> None:
+def check_slots(requests: Sequence[StateRequest], valid: range | None) -> None:
     """Whether a batch reads and writes slots of the pool, each written by one request.
 
     Args:
         requests: of the batch.
-        num_slots: slots of the pool; None if it is not known.
+        valid: slots of the pool; None if they are not known.
 
     Raises:
         ContractError: a slot outside the pool, a slot of two requests, a source that another
@@ -111,12 +111,12 @@ def check_slots(requests: Sequence[StateRequest], num_slots: int | None) -> None
         if request.computed:
             named.append(("state_sources", request.source))
         for name, slot in named:
-            if slot < 0 or (num_slots is not None and slot >= num_slots):
+            if slot < 0 or (valid is not None and slot not in valid):
                 limit = "is negative: pass a slot of the pool (-1 as a slot is padding)"
-                if num_slots is not None:
+                if valid is not None:
                     limit = (
-                        f"is outside the pool of {num_slots} slots (0 to {num_slots - 1}; -1 as a "
-                        "slot is padding)"
+                        f"is outside the pool of {valid.stop} slots ({valid.start} to "
+                        f"{valid.stop - 1}; -1 as a slot is padding)"
                     )
                 raise ContractError(f"{name}[{request.number}]={slot} {limit}", rule="T7")
         first = writer.setdefault(request.slot, request.number)

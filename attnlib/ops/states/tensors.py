@@ -26,6 +26,7 @@ class StateTensors:
 
     Attributes:
         layout: form, sizes and dtypes.
+        valid: slots of requests; those before them are none.
         positions: `[S, Hv, POSITION_COPIES, 2]` int32. The pair (low, high): a step may continue
             from n tokens with low <= n <= high (T8). All copies of a head are equal between steps.
         window_positions: `[S, 2]` int32, the same for the convolution.
@@ -42,6 +43,7 @@ class StateTensors:
     """
 
     layout: StateLayout
+    valid: range
     # None where the layout has none, which nothing reads: layers check what a call needs.
     positions: Tensor = None  # type: ignore[assignment]
     window_positions: Tensor = None  # type: ignore[assignment]
@@ -54,13 +56,14 @@ class StateTensors:
     counters: Tensor | None = None
 
     @classmethod
-    def from_bytes(cls, layout: StateLayout, slots: Tensor) -> StateTensors:
+    def from_bytes(cls, layout: StateLayout, slots: Tensor, first_slot: int = 0) -> StateTensors:
         """Views of memory.
 
         Args:
             layout: of a slot.
             slots: `[S, at least bytes_per_slot]` uint8; the last dimension is dense, and slots
                 begin at multiples of 16 bytes.
+            first_slot: the first one of a request.
 
         Raises:
             ContractError: another dtype, too few bytes per slot, or other strides.
@@ -85,7 +88,7 @@ class StateTensors:
         if layout.num_heads and layout.conv_channels:
             shape = (slots.shape[0], layout.num_heads)
             views["counters"] = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        return cls(layout, **views)
+        return cls(layout, range(first_slot, len(slots)), **views)
 
     @functools.cached_property
     def for_kernels(self) -> tuple[Tensor, ...]:
