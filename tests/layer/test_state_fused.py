@@ -56,6 +56,33 @@ def test_a_step_is_its_parts() -> None:
     assert torch.equal(one.memory, two.memory)
 
 
+@pytest.mark.parametrize("gates", ["softplus", "bounded", "mamba2"])
+@pytest.mark.parametrize("output_gate", ["silu", "sigmoid"])
+def test_bits_of_a_row_do_not_depend_on_its_step(gates: str, output_gate: str) -> None:
+    """T18, the torch backend: gates and norm have no other bits at the end of a tensor."""
+    spec = SPEC.replace(
+        num_heads=3, num_key_heads=1, key_size=4, value_size=5, conv_channels=23,
+        batch_invariant=True,
+    )  # fmt: skip
+    random, size = torch.Generator().manual_seed(1), 150
+    x, a, b, z = (torch.randn(size, n, generator=random) * 3 for n in (23, 3, 3, 15))
+    form = StepForm(
+        gates=gates, rate=torch.rand(3), bias=torch.randn(3), norm_size=15,
+        norm_weight=torch.ones(15), output_gate=output_gate,
+        bounds=(-5.0 if gates == "bounded" else 0.0, 8.0),
+    )  # fmt: skip
+    layer, results = layer_of(spec), []
+    for count in (size, 1):
+        cache, parts = attnlib.StateCache.allocate(layer.spec, 1, device="cpu"), []
+        for first in range(0, size, count):
+            rows = slice(first, first + count)
+            pair = (a[rows], None if gates == "mamba2" else b[rows])
+            metadata = batch_of(layer, [count], [first + count], [0])
+            parts.append(layer.step(x[rows], pair, z[rows], form, cache, metadata))
+        results.append(torch.cat(parts))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("gates", ["softplus", "mamba2", "given"])
 def test_warmup_runs_steps_of_a_form(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each class of batch, and no slot changes."""

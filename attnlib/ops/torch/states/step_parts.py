@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.step_form import StepForm
 
 __all__ = ["gated_norm", "state_gates"]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Bits of torch's own sigmoid, SiLU and softplus differ at the end of a tensor on a CPU, and
+    those of a row must not depend on its place (T18)."""
+    return 1 / (1 + (-x).exp())
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + (-x.abs()).exp().log1p()
 
 
 @torch.no_grad()
@@ -28,14 +37,14 @@ def state_gates(a: Tensor, b: Tensor | None, form: StepForm) -> tuple[Tensor, Te
     assert rate is not None and bias is not None  # `StepForm` checks it
     shifted = a.float() + bias
     if form.gates == "mamba2":
-        size = F.softplus(shifted).clamp(*form.bounds)
+        size = _softplus(shifted).clamp(*form.bounds)
         return -rate * size, size
     rate = rate if a.dim() == 2 else rate[:, None]
     if form.gates == "bounded":
-        decay = form.bounds[0] * (rate * shifted).sigmoid()
+        decay = form.bounds[0] * _sigmoid(rate * shifted)
     else:
-        decay = -rate * F.softplus(shifted)
-    return decay, None if b is None else b.float().sigmoid() * form.beta_factor
+        decay = -rate * _softplus(shifted)
+    return decay, None if b is None else _sigmoid(b.float()) * form.beta_factor
 
 
 @torch.no_grad()
@@ -54,7 +63,8 @@ def gated_norm(out: Tensor, z: Tensor | None, form: StepForm) -> None:
     factor = x
     if z is not None:
         gate = z.float().reshape(x.shape)
-        factor = gate.sigmoid() if form.output_gate == "sigmoid" else F.silu(gate)
+        factor = _sigmoid(gate)
+        factor = factor if form.output_gate == "sigmoid" else gate * factor
         if form.gate_first:
             x = torch.where(x == 0, x, x * factor)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + form.norm_eps)
