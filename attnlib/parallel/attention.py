@@ -33,6 +33,7 @@ from attnlib.parallel.setup_checks import (
     effective_agreement,
     exchange_of,
     shares_memory,
+    spec_facts,
 )
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
@@ -98,7 +99,7 @@ class ParallelAttention(nn.Module):
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             self._select(spec)
-            facts = (str(spec), division, method, self.scale, self.agreement, prefix)
+            facts = (*spec_facts(spec), division, method, self.scale, self.agreement, prefix)
             by_memory = shares_memory(spec, exchange, self._device.type)
             return (*facts, f"by_row={self._parts.context is None}, {by_memory=}"), slopes
 
@@ -174,8 +175,7 @@ class ParallelAttention(nn.Module):
                 written or sent then.
         """
         if torch.compiler.is_compiling():
-            arguments = (self, query, key, value, cache, metadata, output)
-            out, lse = attend_opaquely(*arguments)
+            out, lse = attend_opaquely(self, query, key, value, cache, metadata, output)
         else:
             out, lse = self.run(query, key, value, cache, metadata, output)
         shown = output

@@ -34,7 +34,12 @@ from attnlib.parallel.prefill_checks import (
     keeps_order,
 )
 from attnlib.parallel.prefill_metadata import PrefillMetadata
-from attnlib.parallel.setup_checks import check_group, checked_per_head, effective_agreement
+from attnlib.parallel.setup_checks import (
+    check_group,
+    checked_per_head,
+    effective_agreement,
+    spec_facts,
+)
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec, AttentionType, MaskKind
 
@@ -94,7 +99,7 @@ class ParallelPrefill(nn.Module):
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
             parts = self._select(phases(backend)[0])
-            facts = (str(spec), division, method, factor, self.agreement, prefix)
+            facts = (*spec_facts(spec), division, method, factor, self.agreement, prefix)
             return (*facts, f"rings={self._rings}"), parts
 
         causal, cross = group.agreed(self.agreement, "prefill layer", attempt)

@@ -123,13 +123,25 @@ def check_prefill_call(
 
     def attempt() -> tuple[object, PrefillCall]:
         call = _checked(layer, query, key, value, cache, metadata, output)
-        return str(layer.spec), call
+        return (str(layer.spec), _host_scales(layer.spec, cache)), call
 
     skips = known and layer.agreement == "batch"
     agreement = "never" if skips else layer.agreement
     call = layer.group.agreed(agreement, "prefill call", attempt)
     metadata.agreed = True
     return call
+
+
+def _host_scales(spec: AttentionSpec, cache: PagedKVCache) -> list[object]:
+    """Scales outside of the pages, for which the ranks send stored elements; None on a GPU."""
+    if not spec.is_kv_quantized or spec.scales_in_page:
+        return []
+    return [
+        None
+        if isinstance(scale, Tensor) and not scale.is_cpu
+        else torch.as_tensor(scale, dtype=torch.float32, device="cpu").tolist()
+        for scale in (cache.k_scale, cache.v_scale)
+    ]
 
 
 def _checked(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlib import env
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.kv_dtype import KVFormat
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import Exchange, ExchangeMethod, choose_exchange
@@ -24,6 +25,7 @@ __all__ = [
     "effective_agreement",
     "exchange_of",
     "shares_memory",
+    "spec_facts",
     "tries_memory",
 ]
 
@@ -33,6 +35,11 @@ _VARYING = {
     ExchangeMethod.PEER_MEMORY: "large batches are merged by all_to_all, in other arithmetic",
 }
 """Why an exchange is not batch invariant."""
+
+
+def spec_facts(spec: AttentionSpec) -> tuple[str, KVFormat, KVFormat]:
+    """What ranks compare of a spec: a format of a package has a version, which its name hides."""
+    return str(spec), spec.kv_format, spec.value_format
 
 
 def effective_agreement(agreement: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 
 import attnlib
+from attnlib.kv_formats import register_kv_format, unregister_kv_format
 from attnlib.mla import LatentAttention
 from attnlib.parallel import (
     Division,
@@ -23,6 +25,7 @@ from attnlib.parallel import (
     warmup_parallel,
 )
 from attnlib.parallel.prompts import Segment
+from tests.kv_formats.device_formats import SQUARES
 from tests.parallel.cases import LATENT, LIMIT, DecodesOnly, not_refused, runs_of
 from tests.parallel.problem import BLOCK, STEPS, Problem, error_of
 from tests.testing.toy_backend import ToyBackend
@@ -321,6 +324,20 @@ def refusals(group: RankGroup) -> str:
         given: Any = None if last else value
         layer(query, key, given, cache, batch)
 
+    def other_scales() -> None:
+        scaled = spec.replace(kv_cache_dtype="fp8")
+        stored = attnlib.PagedKVCache.allocate(scaled, 6, "cpu", k_scale=1.0 + last)
+        made = ParallelPrefill(scaled, group, division, device="cpu")
+        batch = made.make_builder().build([4, 5], table)
+        made(*(torch.zeros(batch.num_actual_tokens, n, 16) for n in (4, 2, 2)), stored, batch)
+
+    def other_version() -> None:
+        stored = register_kv_format(replace(SQUARES, version=1 + last))
+        try:
+            ParallelPrefill(spec.replace(kv_cache_dtype=stored.name), group, division, device="cpu")
+        finally:
+            unregister_kv_format(stored.name)
+
     def a_part_of_a_token() -> None:
         layer.make_builder().build([4, 2.5 if last else 2], table)
 
@@ -340,6 +357,7 @@ def refusals(group: RankGroup) -> str:
     expected = {
         other_prompts: "ranks 0 and", other_context: "ranks 0 and",
         other_cache: "but the cache has 6 blocks", window_in_a_ring: "use 'all_gather'",
+        other_scales: "[1.0, 1.0]", other_version: "KVFormat('tests:squares', version=2)",
         no_value: "value is a NoneType; it must be a torch.Tensor",
         no_list: "prompt_lens is a int; pass a list", no_table: "block_table=None",
         a_part_of_a_token: "2.5 is a float", no_block: "negative",
