@@ -15,6 +15,8 @@ from attnlib.cache.storage import PagedKVCache
 from attnlib.integrations.transformers.latents import LatentWeights
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.paged_step import LayerGroupKey
+from attnlib.kv_dtype import kv_cache_format
+from attnlib.kv_rotation import KVRotation
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.ops.addresses import as_count
@@ -40,7 +42,8 @@ class PagedLayers:
         pool: the pool of all caches, or None.
 
     Raises:
-        ContractError: a number of blocks or a block size below 1.
+        ContractError: a number of blocks or a block size below 1, or a format or rotation that is
+            not known.
     """
 
     def __init__(
@@ -55,6 +58,10 @@ class PagedLayers:
         self.block_size = as_count("block_size", block_size, 1)
         self.backend = backend
         self.stored = dict(zip(_STORED, stored, strict=True))
+        for field in _STORED[:2]:
+            if isinstance(name := self.stored[field], str):
+                kv_cache_format(name, torch.float32, field)
+        KVRotation.of(self.stored["kv_rotation"])
         self.limits = limits
         self.by_module: dict[nn.Module, tuple[Attention, PagedKVCache]] = {}
         self.groups: dict[nn.Module, str] = {}

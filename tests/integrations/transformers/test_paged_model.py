@@ -288,6 +288,9 @@ def test_numbers_and_indices_of_another_kind_are_refused() -> None:
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"num_blocks": 1.5}, "num_blocks 1.5 is a float"),
         ({"num_blocks": 4, "block_size": 0}, "block_size=0 must be at least 1"),
+        ({"num_blocks": 4, "kv_cache_dtype": "fp3"}, "kv_cache_dtype='fp3' is not known"),
+        ({"num_blocks": 4, "value_cache_dtype": "a:b"}, "no KV format is named 'a:b'"),
+        ({"num_blocks": 4, "kv_rotation": "turned"}, "kv_rotation='turned' is not known"),
     ):
         with pytest.raises(ContractError, match=message):
             PagedModel(model, **sizes)
