@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnlib.ops.autocast import without_autocast
@@ -11,6 +10,7 @@ from attnlib.ops.states.batch import StateBatch, StateRequest
 from attnlib.ops.states.checks import checked_requests
 from attnlib.ops.states.inputs import Taps
 from attnlib.ops.states.tensors import StateTensors
+from attnlib.ops.torch.states.step_parts import sigmoid
 
 __all__ = ["inputs_before", "short_convolution"]
 
@@ -38,7 +38,7 @@ def short_convolution(
     for request in requests:
         before = inputs_before(slots, request)
         rows = torch.cat([before, x[request.rows].to(before.dtype)])
-        out[request.rows] = _convolve(rows, taps, slots, request).to(out.dtype)
+        out[request.rows] = _convolve(rows, taps).to(out.dtype)
         _write_window(slots, request, rows)
 
 
@@ -52,7 +52,7 @@ def inputs_before(slots: StateTensors, request: StateRequest) -> Tensor:
     return before
 
 
-def _convolve(rows: Tensor, taps: Taps, slots: StateTensors, request: StateRequest) -> Tensor:
+def _convolve(rows: Tensor, taps: Taps) -> Tensor:
     """`[W - 1 + n, C]` -> `[n, C]`, rounded once by the caller."""
     width = taps.weight.shape[1]
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
@@ -63,16 +63,7 @@ def _convolve(rows: Tensor, taps: Taps, slots: StateTensors, request: StateReque
         total = total + rows[j : j + count] * weight[:, j]
     if taps.bias is not None:
         total = total + taps.bias.to(dtype)
-    if taps.activation is None:
-        return total
-    if slots.layout.form != "tail":
-        return F.silu(total)
-    # Functions of torch may have other bits at the end of a tensor than inside of it: every token
-    # has the same place in tensors of one shape (T18).
-    size, first = slots.layout.chunk_size, request.computed % slots.layout.chunk_size
-    padded = F.pad(total, (0, 0, first, -(first + count) % size))
-    parts = [F.silu(padded[start : start + size]) for start in range(0, len(padded), size)]
-    return torch.cat(parts)[first : first + count]
+    return total if taps.activation is None else total * sigmoid(total)
 
 
 def _write_window(slots: StateTensors, request: StateRequest, rows: Tensor) -> None:

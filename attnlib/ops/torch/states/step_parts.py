@@ -8,12 +8,12 @@ from torch import Tensor
 from attnlib.ops.autocast import without_autocast
 from attnlib.ops.states.step_form import StepForm
 
-__all__ = ["gated_norm", "state_gates"]
+__all__ = ["gated_norm", "sigmoid", "state_gates"]
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    """Bits of torch's own sigmoid, SiLU and softplus differ at the end of a tensor on a CPU, and
-    those of a row must not depend on its place (T18)."""
+def sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid, by `exp`. Bits of torch's own sigmoid, SiLU and softplus differ at the end of a
+    tensor on a CPU, and those of a row must not depend on its place (T18)."""
     return 1 / (1 + (-x).exp())
 
 
@@ -41,10 +41,10 @@ def state_gates(a: Tensor, b: Tensor | None, form: StepForm) -> tuple[Tensor, Te
         return -rate * size, size
     rate = rate if a.dim() == 2 else rate[:, None]
     if form.gates == "bounded":
-        decay = form.bounds[0] * _sigmoid(rate * shifted)
+        decay = form.bounds[0] * sigmoid(rate * shifted)
     else:
         decay = -rate * _softplus(shifted)
-    return decay, None if b is None else _sigmoid(b.float()) * form.beta_factor
+    return decay, None if b is None else sigmoid(b.float()) * form.beta_factor
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def gated_norm(out: Tensor, z: Tensor | None, form: StepForm) -> None:
     factor = x
     if z is not None:
         gate = z.float().reshape(x.shape)
-        factor = _sigmoid(gate)
+        factor = sigmoid(gate)
         factor = factor if form.output_gate == "sigmoid" else gate * factor
         if form.gate_first:
             x = torch.where(x == 0, x, x * factor)
