@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs
-from attnlib.cache.overlap import check_written
+from attnlib.cache.overlap import check_written, tensors_overlap
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.layer.tensor_checks import refuse_negated
@@ -220,6 +220,10 @@ def check_tensors(
             raise _wrong(name, tensor, dtype, shape, rule)
         if name == "output":
             check_written("T3", output=tensor)
+            if tensors_overlap(tensor, cache.memory):
+                raise ContractError(
+                    "output is in the memory of the slots: pass another tensor, or None", rule="T14"
+                )
         if tensor.is_neg():
             refuse_negated(name, tensor)
         if tensor.device != cache.device:

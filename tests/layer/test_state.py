@@ -174,6 +174,9 @@ def _called(change: str) -> None:
             memory = torch.rand(5, 64)
             given[4] = memory[:, 8:12]
             layer(*given, cache, metadata, output=memory)
+        elif change == "in the slots":
+            memory = cache.memory[2:].view(torch.float32).view(-1)[:320].view(5, 64)
+            layer(*given, cache, metadata, output=memory)
         elif change == "shared rows":
             layer(*given, cache, metadata, output=torch.empty(100).as_strided((5, 64), (8, 1)))
         elif change == "in the keys":
@@ -204,6 +207,7 @@ def _called(change: str) -> None:
         ("beta", r"beta is float32 \[5, 2\]; it must be float32 \[5, 4\]"),
         ("beta list", "beta is a list; it must be a torch.Tensor"),
         ("over beta", "output is in the memory of beta, which is read after rows"),
+        ("in the slots", "output is in the memory of the slots: pass another tensor, or None"),
         ("shared rows", r"output has strides \(8, 16, 1\) for shape \(5, 4, 16\), so that tokens"),
         ("negated", r"beta is a view that torch negates.*resolve_neg"),
         ("rows", "the call has 4 rows, and the batch has 5 tokens"),
