@@ -10,7 +10,7 @@ import torch
 
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 
-__all__ = ["Spans", "attend_spans", "visible_spans"]
+__all__ = ["Spans", "attend_by_scores", "attend_spans", "visible_spans"]
 
 _attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -168,7 +168,9 @@ def attend_spans(
         if linear:
             out = torch.cat([_attend(*part, scale=scale) for part in parts])
         else:
-            out = torch.cat([_by_scores(*part, None, scale, soft_cap, sinks) for part in parts])
+            out = torch.cat(
+                [attend_by_scores(*part, None, scale, soft_cap, sinks) for part in parts]
+            )
     else:
         start, count = spans.start, spans.end - spans.start
         if count != key.shape[2]:  # one operation each, where `narrow` takes three
@@ -180,7 +182,7 @@ def attend_spans(
         if linear:
             out = _attend(rows, key, value, attn_mask=spans.bias, scale=scale)
         else:
-            out = _by_scores(rows, key, value, spans.bias, scale, soft_cap, sinks)
+            out = attend_by_scores(rows, key, value, spans.bias, scale, soft_cap, sinks)
     return out.reshape(batch, 1, heads, size)
 
 
@@ -196,7 +198,7 @@ def _parts(states: torch.Tensor, spans: Spans) -> list[torch.Tensor]:
     return parts
 
 
-def _by_scores(
+def attend_by_scores(
     rows: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -206,7 +208,14 @@ def _by_scores(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of `[B, Hkv, G, D]` rows with a soft cap or sinks, in float32: the fused operator
-    has neither."""
+    has neither.
+
+    Args:
+        rows, key, value: `[B, Hkv, G, D]`, `[B, Hkv, S, D]`, `[B, Hkv, S, D]`.
+        bias: added to the scores `[B, Hkv, G, S]`, or None.
+        scale, soft_cap: of the layer.
+        sinks: one per row, `[Hkv * G]`, or None.
+    """
     batch, heads, group, _ = rows.shape
     cap = soft_cap or 0.0
     keys, values = key.float(), value.float()

@@ -1,9 +1,9 @@
 """Causal prefills without padding, with the torch backend on a CPU: one call of torch's operator.
 
 Also of queries behind other keys: drafts, turns of a chat. The backend calls the same operator
-once per request (`ops.torch.fused`), after it has packed queries and gathered keys. Other masks,
-soft caps and sinks, and calls that are validated, recorded or observed, are ordinary calls of an
-attnlib layer.
+once per request (`ops.torch.fused`), after it has packed queries and gathered keys. It has no soft
+caps and sinks, whose scores are computed here if they are few. Other masks, and calls that are
+validated, recorded or observed, are ordinary calls of an attnlib layer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers.decode import operator_spec
+from attnlib.integrations.transformers.decode_spans import attend_by_scores
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.ops.autocast import without_autocast
 from attnlib.selection import get_attn_backend
 
 __all__ = ["attend_prefill"]
@@ -22,6 +24,8 @@ _attend = torch.nn.functional.scaled_dot_product_attention
 
 _MAX_SCORES = 1 << 20
 """Scores per head that a bias is made for; blocks of the backend skip hidden keys of more."""
+_MAX_OWN_SCORES = 1 << 15
+"""Scores per head that are computed with soft caps or sinks."""
 
 
 def attend_prefill(call: Call, step: StepMask) -> torch.Tensor | None:
@@ -35,27 +39,41 @@ def attend_prefill(call: Call, step: StepMask) -> torch.Tensor | None:
     square = step.q_length == step.width
     if query.device.type != "cpu" or step.width != step.kv_length or OBSERVERS:
         return None
-    scores = step.q_length * step.width
-    if not square and (step.q_length > step.width or scores > _MAX_SCORES):
+    linear = call.soft_cap is None and call.sinks is None
+    needs_bias = not (square and linear)
+    scores, most = step.q_length * step.width, _MAX_SCORES if linear else _MAX_OWN_SCORES
+    if needs_bias and (step.q_length > step.width or scores > most):
         return None
-    if call.soft_cap is not None or call.sinks is not None or not call.scale > 0:
+    if not call.scale > 0 or (call.sinks is not None and call.sinks.numel() != query.shape[1]):
         return None
     spec = operator_spec(call, step)
     if spec is None or spec.attention_chunk_size or key.stride(3) != 1 or value.stride(3) != 1:
         return None
     window = spec.sliding_window
-    if square and window is not None and window < step.width:
+    if not needs_bias and window is not None and window < step.width:
         return None
     if step.rows() is not None:
         return None
     backend = get_attn_backend(spec, None, query.device, layer_name=layer_name(call.module))
     if backend.get_name() != "torch":
         return None
-    grouped = key.shape[1] != query.shape[1]
-    bias = None if square else _bias(step, window, query.dtype)
-    given = (query, key, value, bias)
+    bias = _bias(step, window, query.dtype) if needs_bias else None
+    if bias is not None and not linear:
+        return _attend_by_scores(bias, call)
+    given, grouped = (query, key, value, bias), key.shape[1] != query.shape[1]
     out = _attend(*given, is_causal=square, scale=call.scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+@without_autocast
+def _attend_by_scores(bias: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention with a soft cap or sinks; all queries that read a KV head are its rows."""
+    (batch, heads, queries, size), kv_heads = call.query.shape, call.key.shape[1]
+    rows = call.query.reshape(batch, kv_heads, -1, size)
+    sinks = None if call.sinks is None else call.sinks.reshape(-1).repeat_interleave(queries)
+    added = bias.repeat(heads // kv_heads, 1)
+    out = attend_by_scores(rows, call.key, call.value, added, call.scale, call.soft_cap, sinks)
+    return out.view(batch, heads, queries, size).transpose(1, 2)
 
 
 def _bias(step: StepMask, window: int | None, dtype: torch.dtype) -> torch.Tensor:

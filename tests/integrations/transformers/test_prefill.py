@@ -47,26 +47,29 @@ def _equals_eager(model: Any, batch: dict[str, torch.Tensor]) -> bool:
         ("mistral", (3,), True),
         ("mistral", (20,), False),
         ("llama", (9, 5), False),
-        ("gemma2", (7,), False),
-        ("gpt_oss", (3,), False),
+        ("gemma2", (20,), True),
+        ("gemma2", (190,), False),
+        ("gpt_oss", (20, 20), True),
+        ("gpt_oss", (9, 5), False),
     ],
 )
 def test_which_prefills(
     name: str, lengths: tuple[int, ...], expected: bool, served: list[bool]
 ) -> None:
-    """Not those with a window that hides keys, padding, soft caps or sinks."""
+    """Not those with padding, a window that hides keys, or many keys and soft caps or sinks."""
     assert _equals_eager(decoder(name), padded(prompts(*lengths), "left"))
     assert served and set(served) == {expected}
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 20])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"])
 @torch.no_grad()
 def test_queries_behind_other_keys(
     name: str, limit: int, served: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of a chat, over all keys and in windows of 5, below the limit of scores and above."""
-    monkeypatch.setattr(prefill, "_MAX_SCORES", limit)
+    for name_of_limit in ("_MAX_SCORES", "_MAX_OWN_SCORES"):
+        monkeypatch.setattr(prefill, name_of_limit, limit)
     model, found = deepseek_v3() if name == "deepseek_v3" else decoder(name), {}
     for implementation in ("eager", "attnlib"):
         model.set_attn_implementation(implementation)
