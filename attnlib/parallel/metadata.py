@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlib.compile.objects import register_tensor_id
+from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.parallel.addresses import table_of
@@ -19,13 +20,33 @@ from attnlib.parallel.merge import MergeRows
 from attnlib.parallel.staging import Staging, StagingPlan
 from attnlib.spec import AttentionSpec
 
-__all__ = ["ParallelMetadata", "divided_batch", "facts_of"]
+__all__ = ["GivenScales", "ParallelMetadata", "divided_batch", "facts_of"]
 
 _SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 
 
+class GivenScales:
+    """A batch whose layers compute no scales: each rank would have those of the keys that it
+    stores (M9)."""
+
+    @property
+    def enable_kv_scales_calculation(self) -> bool:
+        """False; other batches compute the scales of a quantized cache if it is True."""
+        return False
+
+    @enable_kv_scales_calculation.setter
+    def enable_kv_scales_calculation(self, value: bool) -> None:
+        if value:
+            raise ContractError(
+                "enable_kv_scales_calculation of a batch of divided layers: ranks would compute "
+                "different scales; pass k_scale and v_scale, equal on all ranks, to "
+                "PagedKVCache.allocate",
+                rule="M9",
+            )
+
+
 @dataclass(eq=False)
-class ParallelMetadata:
+class ParallelMetadata(GivenScales):
     """One batch on one rank.
 
     Attributes:

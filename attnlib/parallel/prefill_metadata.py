@@ -9,6 +9,7 @@ from torch import Tensor
 from attnlib.compile.objects import register_tensor_id
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.parallel.divisions import Division
+from attnlib.parallel.metadata import GivenScales
 from attnlib.parallel.staging import Staging
 from attnlib.spec import AttentionSpec
 
@@ -34,7 +35,7 @@ class PrefillStep:
 
 
 @dataclass(eq=False)
-class PrefillMetadata:
+class PrefillMetadata(GivenScales):
     """One batch of prompts on one rank.
 
     Attributes:

@@ -18,6 +18,8 @@ from attnlib.parallel.addresses import table_of, token_positions
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.merge import MergeRows
+from attnlib.parallel.metadata import GivenScales, ParallelMetadata
+from attnlib.parallel.prefill_metadata import PrefillMetadata
 from attnlib.parallel.rows import local_rows
 from attnlib.parallel.staging import StagingPlan
 
@@ -64,3 +66,13 @@ def test_tables_hold_integers() -> None:
     for rows in ([[1.5]], torch.tensor([[1.0]]), [1, 2], None, torch.tensor([1]), [[[1, 2]]]):
         with pytest.raises(ContractError, match="block_table"):
             divided_batch([1], [9], rows, "cpu")
+
+
+@pytest.mark.parametrize("kind", [ParallelMetadata, PrefillMetadata])
+def test_batches_compute_no_scales(kind: type[GivenScales]) -> None:
+    """M9: the request for it, which other batches follow, is refused and not ignored."""
+    batch = kind.__new__(kind)
+    batch.enable_kv_scales_calculation = False
+    with pytest.raises(ContractError, match="pass k_scale and v_scale, equal on all ranks"):
+        batch.enable_kv_scales_calculation = True
+    assert not batch.enable_kv_scales_calculation
