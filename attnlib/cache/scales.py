@@ -68,14 +68,16 @@ def checked_scale(name: str, scale: Scale, view: torch.Tensor) -> Scale:
         ContractError: a number that is not finite and positive, or a tensor of another dtype,
             shape, stride or device than the cache needs.
     """
-    if not isinstance(scale, torch.Tensor):
+    is_number = not isinstance(scale, torch.Tensor)
+    if is_number:
         check_scale(name, scale)
-        if scale != UNIT_SCALE and view.dtype.itemsize > 1:
-            raise ContractError(
-                f"{name}={scale} of a cache of {view.dtype}: writes scale quantized elements only; "
-                "leave it out, or allocate the cache with kv_cache_dtype='fp8'",
-                rule="M9",
-            )
+    if view.dtype.itemsize > 1 and not (is_number and scale == UNIT_SCALE):
+        raise ContractError(
+            f"{name}={scale} of a cache of {view.dtype}: writes scale quantized elements only; "
+            "leave it out, or allocate the cache with kv_cache_dtype='fp8'",
+            rule="M9",
+        )
+    if not isinstance(scale, torch.Tensor):
         return float(scale)
     heads = view.shape[2]
     if scale.numel() == 1 and scale.dim() == 1 and heads != 1:

@@ -158,9 +158,10 @@ def test_a_quantized_cache_of_a_backend_of_attnlib() -> None:
         assert float(scale) == pytest.approx(float(x.abs().max()) / 448)
     layer.process_weights_after_loading(torch.float32)  # the checkpoint has a scale of keys only
     assert float(layer.layer.k_scale) == float(layer.layer.v_scale) == 0.5
-    plain = make_layer()
-    plain.process_weights_after_loading(torch.float32)
-    assert float(plain.layer.k_scale) == 1.0
+    for config in (None, SimpleNamespace(cache_dtype="int8_per_token_head", block_size=16)):
+        plain = make_layer(cache_config=config, quant_config=quant)
+        plain.process_weights_after_loading(torch.float32)
+        assert float(plain.layer.k_scale) == 1.0
 
 
 def test_parameters_of_layers_on_backends_of_attnlib() -> None:

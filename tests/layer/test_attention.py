@@ -753,14 +753,15 @@ def test_scales_are_finite_and_positive(scale) -> None:
 
 def test_equal_scale_tensors_are_compared_once(monkeypatch) -> None:
     """Then they are one object, so no later call synchronizes."""
-    layer, _, step, q, k, v = _inputs()
-    scaled = attnlib.Attention(SPEC, device="cpu", k_scale=torch.tensor(2.0))
-    cache = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(2.0))
+    _, _, step, q, k, v = _inputs(kv_cache_dtype="fp8")
+    spec = SPEC.replace(kv_cache_dtype="fp8")
+    scaled = attnlib.Attention(spec, device="cpu", k_scale=torch.tensor(2.0))
+    cache = attnlib.PagedKVCache.allocate(spec, 8, "cpu", k_scale=torch.tensor(2.0))
     first = scaled(q, k, v, cache, step)
     assert scaled.k_scale is cache.k_scale
     monkeypatch.setattr("attnlib.layer.scales._equal_scales", None)  # a call would fail
     assert torch.equal(scaled(q, k, v, cache, step), first)
-    other = attnlib.PagedKVCache.allocate(SPEC, 8, "cpu", k_scale=torch.tensor(3.0))
+    other = attnlib.PagedKVCache.allocate(spec, 8, "cpu", k_scale=torch.tensor(3.0))
     monkeypatch.undo()
     with pytest.raises(ContractError, match="k_scale of layer .* they must agree"):
         scaled(q, k, v, other, step)

@@ -229,6 +229,7 @@ def test_wrong_calls(change: str, message: str) -> None:
 NAN_CASES = [("torch", form, name) for name in KINDS for form in ("plain", "snapshots", "tail")]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy of the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     ("backend", "form", "name"), [*NAN_CASES, ("triton", "tail", "gated delta")]

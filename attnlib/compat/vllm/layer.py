@@ -205,12 +205,16 @@ class Attention(nn.Module):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Use the KV scales that a checkpoint stored in `k_scale` and `v_scale`.
 
-        A scale that is not positive was not in the checkpoint; a single one holds for both.
+        A scale that is not positive was not in the checkpoint; a single one holds for both. A cache
+        that is not quantized, or has its scales in the page, needs none.
         """
         if hasattr(self.impl, "process_weights_after_loading"):
             self.impl.process_weights_after_loading(act_dtype)
-        given = {}
-        for name in ("k_scale", "v_scale"):
+        given, layer = {}, self.layer
+        needed = isinstance(layer, DirectLayer) or (
+            layer.spec.is_kv_quantized and not layer.spec.scales_in_page
+        )
+        for name in ("k_scale", "v_scale") if needed else ():
             scale = getattr(self, name, None)
             if isinstance(scale, torch.Tensor) and float(scale) > 0:
                 given[name] = float(scale)
