@@ -26,8 +26,9 @@ class Model:
         self.layers = [
             attnlib.Attention(self.spec, backend="triton", device="cuda") for _ in range(layers)
         ]
+        scales: dict[str, Any] = {"k_scale": 0.5} if self.spec.is_kv_quantized else {}
         self.caches = [
-            attnlib.PagedKVCache.allocate(self.spec, 2 * tokens, "cuda", k_scale=0.5)
+            attnlib.PagedKVCache.allocate(self.spec, 2 * tokens, "cuda", **scales)
             for _ in range(layers)
         ]
         lengths = [17] * tokens
