@@ -33,6 +33,8 @@ _OPTIONAL = (Tensor, type(None))
 _STEP: tuple[Any, ...] = (Tensor, Tensor, Tensor, _OPTIONAL, _OPTIONAL)
 _FUSED: tuple[Any, ...] = (Tensor, _OPTIONAL, _OPTIONAL, _OPTIONAL, StepForm)
 """Types of `StateInputs` and `FusedInputs`."""
+_FUSED_NAMES = ("x", "gates[0]", "gates[1]", "z", "form")
+"""What callers of `StateLayer.step` know the fields of `FusedInputs` as."""
 
 
 class StateLayer(nn.Module):
@@ -206,7 +208,7 @@ class StateLayer(nn.Module):
         decay: Any = self.log_decay if gates[0] is None else gates[0]
         inputs = FusedInputs(x, decay, gates[1], z, form)
         if not all(map(isinstance, inputs, _FUSED)):
-            refuse_types(inputs._asdict(), _FUSED)
+            refuse_types(dict(zip(_FUSED_NAMES, inputs, strict=True)), _FUSED)
         made, compiles = output, torch.compiler.is_compiling()
         if made is None:
             shape = (x.shape[0], self.spec.num_heads * self.spec.value_size)
@@ -214,7 +216,7 @@ class StateLayer(nn.Module):
         elif compiles:
             made = torch.empty_like(made)  # tracing sees no addresses: `z` may be in the output
         else:
-            refuse_in_place(made, x=x, a=decay, b=gates[1], z=z)
+            refuse_in_place(made, **dict(zip(_FUSED_NAMES[:4], inputs[:4], strict=True)))
         (separate_step if compiles else call_fused_step)(self, inputs, cache, metadata, made)
         return output.copy_(made) if compiles and output is not None else made
 

@@ -161,7 +161,7 @@ def test_forms_that_no_layer_has(changes: dict[str, Any], message: str) -> None:
         ({}, {"norm_weight": torch.ones(3)}, {}, r"of any dtype, dense, of shape \[16\]"),
         ({}, {}, {"x": None}, "x of a state layer cannot be None"),
         ({}, {}, {"gates": None}, "gates is a NoneType; it must be a pair of gates"),
-        ({}, {}, {"gates": (torch.zeros(3, 4), [0.0])}, "b is a list; it must be a torch.Tensor"),
+        ({}, {}, {"gates": (torch.zeros(3, 4), [0.0])}, r"gates\[1\] is a list; it must be a"),
         ({}, {"bias": torch.zeros(4).half()}, {}, "bias is torch.float16"),
         ({"has_beta": False, "update": "add"}, {"gates": "mamba2"}, {}, "has_beta=False"),
         ({"decay": "channel"}, {"gates": "mamba2"}, {}, "gates='mamba2' with decay='channel'"),
