@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, empty_like, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -208,6 +209,7 @@ def call_layer(
         and not (_global_forward_hooks or _global_forward_pre_hooks)
         and (self._is_plain and (cls := type(self)).forward is cls._own_forward)
         and VALIDATE_KEY not in ENVIRONMENT
+        and forward_ad._current_level < 0  # no comparison sees a tangent
     ):
         group, cache_signature, with_lse, allocates, check, per_head, shape, plan, call = recent
         impl, k_scale = self.impl, self.k_scale

@@ -15,7 +15,7 @@ from attnlib.errors import ContractError
 from attnlib.layer.cache_checks import check_cache
 from attnlib.layer.call import LayerCall
 from attnlib.layer.metadata_checks import check_metadata
-from attnlib.layer.tensor_checks import refuse_negated
+from attnlib.layer.tensor_checks import has_tangent, refuse_negated
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.facts import BatchFacts
 from attnlib.spec import AttentionSpec
@@ -203,25 +203,36 @@ def check_output(spec: AttentionSpec, call: LayerCall) -> None:
 
 
 def refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that require a gradient, where gradients are recorded.
+    """Refuse tensors whose gradients are recorded: they require one, or have a tangent of forward
+    mode, also under `torch.no_grad()`.
 
     Raises:
         ContractError: one does.
     """
-    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break(msg=_GRADIENTS)  # the reason why `fullgraph=True` finds none
-        _raise_gradients()
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        _refuse(_GRADIENTS)
+    if has_tangent(*tensors):
+        _refuse(_TANGENTS)
 
 
-def _raise_gradients() -> None:
-    raise ContractError(_GRADIENTS)
+def _refuse(message: str) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=message)  # the reason why `fullgraph=True` finds none
+    _raise(message)
+
+
+def _raise(message: str) -> None:
+    raise ContractError(message)
 
 
 # As `torch.compiler.disable` does, without its import: torch 2.10 fails where it traces a `raise`.
-_raise_gradients._torchdynamo_disable = True  # type: ignore[attr-defined]
+_raise._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 _GRADIENTS = (
     "query, key or value requires a gradient, and attnlib computes no gradients: run the model "
     "under torch.inference_mode() or torch.no_grad()"
+)
+_TANGENTS = (
+    "query, key or value has a tangent of forward-mode gradients, and attnlib computes no "
+    "gradients: pass its primal (torch.autograd.forward_ad.unpack_dual)"
 )

@@ -95,8 +95,7 @@ def attend_opaquely(layer: Attention, call: LayerCall) -> Any:
         ContractError: a tensor of another width, or one that requires a gradient.
     """
     spec = layer.spec
-    if torch.is_grad_enabled():
-        refuse_gradients(call.query, call.key, call.value)
+    refuse_gradients(call.query, call.key, call.value)
     query, key, value, cache, metadata, output, return_lse, extra = call.per_head(spec)
     assert not isinstance(extra, (CompressedKeys, QueryTensors))  # `extra_keys` refuses them
     check_output(spec, call)
@@ -199,8 +198,7 @@ def rotate_opaquely(
 ) -> torch.Tensor:
     """Call the operator in place of `Attention.rotate_and_write_kv`, while torch.compile traces
     it."""
-    if torch.is_grad_enabled():
-        refuse_gradients(query, key, value)
+    refuse_gradients(query, key, value)
     cos, sin, interleaved = rotation
     norms: list[float] = []
     for norm in (q_norm, k_norm):

@@ -60,10 +60,9 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
     for given in (query, *others):
         if not isinstance(given, _GIVEN_OR_NOT) or query is None:
             check_tensor_types(query, *others)  # raises
-    if torch.is_grad_enabled():
-        refuse_gradients(call.query, call.key, call.value)
-        if isinstance(extra, QueryTensors):
-            refuse_gradients(*extra.tensors.values(), extra.sinks)
+    refuse_gradients(call.query, call.key, call.value)
+    if isinstance(extra, QueryTensors):
+        refuse_gradients(*extra.tensors.values(), extra.sinks)
     signature = call_signature(layer, call)
     known: FoundPlan | None = metadata.plans.get(signature)
     if known is None or not scales_agree(layer, cache):

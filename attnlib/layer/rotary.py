@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib.backends.base import AttentionImpl
 from attnlib.cache.storage import PagedKVCache
@@ -151,8 +152,8 @@ def _find_checked(
 ) -> _CheckedCall | None:
     """The last checked call, if this one is like it."""
     known: _CheckedCall | None = None if plans is None else plans.get(_CHECKED)
-    if known is None or known.check is None or cache is None:
-        return None
+    if known is None or known.check is None or cache is None or forward_ad._current_level >= 0:
+        return None  # no comparison sees a tangent
     flags, tensors = _split(call)
     same = known.group is layer.impl.group and known.cache_signature is cache.signature
     if same and flags == known.flags and known.check(*tensors) and scales_agree(layer, cache):
@@ -192,8 +193,7 @@ def _check(layer: Attention, call: LayerCall) -> None:
             f"{kind}: rotate the tensors before the call",
             rule="P11",
         )
-    if torch.is_grad_enabled():
-        refuse_gradients(call.query, call.key, call.value)
+    refuse_gradients(call.query, call.key, call.value)
     check_call(layer, call)
     if call.key is not None and call.key.shape[0] != call.query.shape[0]:
         raise ContractError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
@@ -36,8 +35,7 @@ def call_step(
 ) -> None:
     """`StateLayer.forward`."""
     check_batch(layer, cache, metadata)
-    if torch.is_grad_enabled():
-        refuse_gradients(*inputs)
+    refuse_gradients(*inputs)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
@@ -60,8 +58,7 @@ def call_convolution(
 ) -> None:
     """`StateLayer.convolve`."""
     check_batch(layer, cache, metadata)
-    if torch.is_grad_enabled():
-        refuse_gradients(x)
+    refuse_gradients(x)
     signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:

@@ -31,8 +31,7 @@ def call_fused_step(
     """`StateLayer.step`."""
     check_batch(layer, cache, metadata)
     *tensors, form = inputs
-    if torch.is_grad_enabled():
-        refuse_gradients(*tensors)
+    refuse_gradients(*tensors)
     described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)

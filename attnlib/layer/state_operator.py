@@ -68,8 +68,7 @@ def step_opaquely(
     layer: StateLayer, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.forward` while torch.compile traces it: one call of the operator."""
-    if torch.is_grad_enabled():
-        refuse_gradients(*inputs)
+    refuse_gradients(*inputs)
     state_step(*inputs, out, layer.handle, cache.handle, metadata.handle)
 
 
@@ -77,6 +76,5 @@ def convolve_opaquely(
     layer: StateLayer, x: Tensor, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.convolve` while torch.compile traces it."""
-    if torch.is_grad_enabled():
-        refuse_gradients(x)
+    refuse_gradients(x)
     short_convolution(x, out, layer.handle, cache.handle, metadata.handle)

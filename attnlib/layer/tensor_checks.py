@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib.cache.overlap import same_memory, tensors_overlap
 from attnlib.cache.storage import PagedKVCache
@@ -15,6 +16,7 @@ from attnlib.ops.checks import check_writable
 __all__ = [
     "check_output_memory",
     "check_tensor_types",
+    "has_tangent",
     "refuse_in_place",
     "refuse_negated",
     "refuse_types",
@@ -101,6 +103,14 @@ def check_output_memory(
         raise ContractError(
             "output is in the memory of the cache: pass another tensor, or None", rule="P9"
         )
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether one carries a tangent of forward-mode gradients, which kernels would lose."""
+    if forward_ad._current_level < 0:
+        return False
+    given = (tensor for tensor in tensors if tensor is not None)
+    return any(dual.tangent is not None for dual in map(forward_ad.unpack_dual, given))
 
 
 def refuse_negated(name: str, tensor: torch.Tensor) -> None:

@@ -145,8 +145,7 @@ def _checked(
         )
     check_made_for(layer, metadata)
     check_tensor_types(query, key, value, output)
-    if torch.is_grad_enabled():
-        refuse_gradients(query, key, value)
+    refuse_gradients(query, key, value)
     sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
     tokens = metadata.num_actual_tokens
     query = sized("query", query, *sizes[0], spec.dtype, query.device, tokens)

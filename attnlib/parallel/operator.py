@@ -79,8 +79,7 @@ def attend_opaquely(
 ) -> tuple[Tensor, Tensor]:
     """The `forward` of a layer while torch.compile traces it: output per head, and LSE."""
     spec = layer.spec
-    if torch.is_grad_enabled():
-        refuse_gradients(query, key, value)
+    refuse_gradients(query, key, value)
     query = per_head("query", query, spec.num_heads, spec.head_size)
     if key is not None and value is not None:
         key = per_head("key", key, spec.num_kv_heads, spec.head_size)

@@ -164,8 +164,7 @@ def _checked(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise ContractError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if torch.is_grad_enabled():
-        refuse_gradients(query, key, value)
+    refuse_gradients(query, key, value)
     tokens = metadata.num_actual_tokens
     given = {
         "query": (query, spec.num_heads, spec.head_size),

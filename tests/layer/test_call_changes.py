@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attnlib
 from attnlib.errors import ContractError
@@ -117,6 +118,12 @@ def _gradient(setup: Setup) -> None:
         setup.call(query)
     with torch.no_grad():
         assert torch.equal(setup.call(query), expected)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert torch.equal(setup.call(), expected)
+        query = forward_ad.make_dual(setup.query, torch.ones_like(setup.query))
+        for _ in range(2):
+            with pytest.raises(ContractError, match="a tangent of forward-mode gradients"):
+                setup.call(query)
 
 
 def _autocast(setup: Setup) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attnlib
 from attnlib.backends.torch import TorchBackend
@@ -182,6 +183,18 @@ def test_gradients_are_refused() -> None:
     call.q.requires_grad_()
     with pytest.raises(ContractError, match="computes no gradients"):
         call.run()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_tangents_are_refused_after_calls_without(which: str) -> None:
+    """A rotation by kernels would lose them."""
+    call = Call("triton")
+    with torch.no_grad(), forward_ad.dual_level():
+        call.run()
+        tensor = getattr(call, which)
+        setattr(call, which, forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+        with pytest.raises(ContractError, match="has a tangent of forward-mode gradients"):
+            call.run()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attnlib
 from attnlib.errors import ContractError, UnsupportedConfigError
@@ -157,6 +158,10 @@ def _called(change: str) -> None:
         metadata = object()
     if change == "gradient":
         given[0].requires_grad_(True)
+    if change == "tangent":
+        with torch.no_grad(), forward_ad.dual_level():
+            given[0] = forward_ad.make_dual(given[0], torch.ones_like(given[0]))
+            layer(*given, cache, metadata)
     try:
         if change == "no x":
             layer.convolve(None, cache, metadata)
@@ -214,6 +219,7 @@ def _called(change: str) -> None:
         ("cache", "was allocated for StateSpec"),
         ("metadata", "metadata is a object; a state layer needs the StateMetadata"),
         ("gradient", "requires a gradient"),
+        ("tangent", "has a tangent of forward-mode gradients.*pass its primal"),
         ("x", r"x is float32 \[5, 23\]"),
         ("in place", "output is x"),
         ("over the value", "output is value, which is read after rows of the output are written"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.layer.tensor_checks import has_tangent
 from attnlib.ops.addresses import shortened
 
 __all__ = [
@@ -47,14 +48,17 @@ def refuse(**arguments: tuple[object, object, str]) -> None:
 
 
 def refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that require a gradient while torch records gradients.
+    """Refuse tensors that require a gradient while torch records gradients, or have a tangent.
 
     Raises:
         UnsupportedConfigError: attnlib has a forward pass only.
     """
-    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+    given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    requires = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if requires or has_tangent(*given):
+        found = "requires a gradient" if requires else "has a tangent of forward-mode gradients"
         raise UnsupportedConfigError(
-            "q, k or v requires a gradient, and attnlib has a forward pass only: call it under "
+            f"q, k or v {found}, and attnlib has a forward pass only: call it under "
             "torch.no_grad() or torch.inference_mode(), or use FlashAttention for training",
             reasons=["gradients"],
         )

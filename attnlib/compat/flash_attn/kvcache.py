@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
@@ -127,6 +128,7 @@ def flash_attn_with_kvcache(
         == (softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
         and not OBSERVERS
         and VALIDATE_KEY not in ENVIRONMENT
+        and forward_ad._current_level < 0
         and (result := recent.run(q, k_cache, v_cache, k, v, cache_seqlens, block_table))
         is not None
     ):

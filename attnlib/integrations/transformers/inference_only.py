@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.layer.tensor_checks import has_tangent
 
 __all__ = ["InferenceOnly", "refuse_backward", "refuse_transforms"]
 
@@ -38,9 +38,7 @@ def refuse_transforms(name: str, *states: torch.Tensor) -> None:
         found = "in a transform of torch.func"
     elif states[0].is_meta:
         found = "on the device 'meta'"
-    elif forward_ad._current_level >= 0 and any(
-        x.tangent is not None for x in map(forward_ad.unpack_dual, states)
-    ):
+    elif has_tangent(*states):
         found = "with a tangent of forward-mode gradients"
     else:
         return

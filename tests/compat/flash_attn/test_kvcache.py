@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -527,3 +528,16 @@ def test_validation_follows_the_variable(backend: str, monkeypatch: pytest.Monke
     table[1, 0] = 2
     monkeypatch.delenv("ATTNLIB_VALIDATE")
     flash_attn_with_kvcache(q, keys, values, **arguments)
+
+
+def test_tangents_are_refused(backend: str) -> None:
+    """Also in a call like the one before; kernels would lose them."""
+    case = Case(9, page=16, new=1, leftpad=False, index=False, slopes=None, queries=1)
+    lens = Case._ints(case.lens)
+    with forward_ad.dual_level():
+        for _ in range(3):
+            case.call(cache_seqlens=lens)
+        assert backend != "triton" or STATE.recent is not None
+        case.q = forward_ad.make_dual(case.q, torch.ones_like(case.q))
+        with pytest.raises(UnsupportedConfigError, match="a tangent of forward-mode gradients"):
+            case.call(cache_seqlens=lens)
