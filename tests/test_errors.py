@@ -324,6 +324,16 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         lambda: attnlib.PagedKVCache.allocate(8, SPEC),  # type: ignore[arg-type]
         ("num_blocks AttentionSpec(num_heads=8", "... is a AttentionSpec", "must be an integer"),
     ),
+    "a layer in place of its spec": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.allocate(attnlib.Attention(SPEC, device="cpu"), 2),
+        ("PagedKVCache.allocate takes an attnlib.AttentionSpec", "pass its attribute `spec`"),
+    ),
+    "pages of a layer": (
+        errors.ContractError,
+        lambda: attnlib.PagedKVCache.from_pages(None, attnlib.Attention(SPEC, device="cpu")),
+        ("PagedKVCache.from_pages takes an attnlib.AttentionSpec", "spec is a Attention"),
+    ),
     "explain without a spec": (
         errors.ContractError,
         lambda: attnlib.explain({"num_heads": 8}, "cpu"),  # type: ignore[arg-type]
@@ -385,7 +395,7 @@ MESSAGES: dict[str, tuple[type[errors.AttnlibError], Callable[[], object], tuple
         ),
         (
             "WrongForward.forward(self, q, kv, metadata, out)",
-            "the layer calls forward(self, query: ",
+            "attnlib calls forward(self, query: ",
             "keep names and order",
         ),
     ),

@@ -164,14 +164,14 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
             k_scale, v_scale: scales of a quantized cache.
 
         Raises:
-            ContractError: `num_blocks` is below 1, or the attention of `spec` is not paged.
+            ContractError: `num_blocks` is below 1, or `spec` is of no layer over pages.
             LayoutMismatchError: an unknown layout.
         """
         num_blocks = as_count("num_blocks", num_blocks, 1)
+        AttentionSpec.check_kind(spec, "PagedKVCache.allocate")
         if not spec.is_paged:
-            raise ContractError(
-                "it keeps no keys: call it with cache=None (a state layer: with a StateCache)"
-            )
+            kind = f"attn_type={spec.attn_type.value}"
+            raise ContractError(f"{kind} keeps no keys: call the layer with cache=None")
         wanted = layout or spec.kv_cache_layout or get_kv_cache_layout()
         if spec.scales_in_page:
             if not (k_scale is UNIT_SCALE and v_scale is UNIT_SCALE):
@@ -201,9 +201,10 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
                 "HND_INTERLEAVED".
 
         Raises:
-            ContractError: the format of `spec` has no scales in the page, or other pages.
+            ContractError: another kind of `spec`, or a format without scales in the page.
             LayoutMismatchError: no layout of a page.
         """
+        AttentionSpec.check_kind(spec, "PagedKVCache.from_pages")
         if not spec.scales_in_page:
             raise ContractError(
                 f"kv_cache_dtype={spec.kv_format.name} has no scales in the page: use allocate or "
@@ -213,8 +214,7 @@ class PagedKVCache(CacheSizes, BlockMoves, ScaleResets, EngineLayouts):
         layout = page_layout(spec, layout)
         shape = page_shape(spec)
         *views, k_scale, v_scale = page_views(pages, *shape, layout)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        cache = cls(views[0], views[1], layout=layout, formats=shape[0], **scales)
+        cache = cls(*views, layout=layout, formats=shape[0], k_scale=k_scale, v_scale=v_scale)
         cache.pages, cache.rotation = pages, spec.kv_rotation
         return cache
 

@@ -208,8 +208,7 @@ def call_layer(
         and not (self._forward_hooks or self._forward_pre_hooks)
         and not (_global_forward_hooks or _global_forward_pre_hooks)
         and (self._is_plain and (cls := type(self)).forward is cls._own_forward)
-        and VALIDATE_KEY not in ENVIRONMENT
-        and forward_ad._current_level < 0  # no comparison sees a tangent
+        and (VALIDATE_KEY not in ENVIRONMENT and forward_ad._current_level < 0)
     ):
         group, cache_signature, with_lse, allocates, check, per_head, shape, plan, call = recent
         impl, k_scale = self.impl, self.k_scale

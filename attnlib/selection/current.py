@@ -13,7 +13,8 @@ from typing import Any
 
 from attnlib import env, tuning
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.loading import check_backend_interface, import_backend
+from attnlib.backends.interface import check_backend_interface
+from attnlib.backends.loading import import_backend
 from attnlib.cache.layout import kv_cache_layout_override
 from attnlib.errors import (
     BackendUnavailableError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.cascade import make_cascade
 from attnlib.backends.cascade.schedule import DEFAULT_RULE, PrefixRule
-from attnlib.backends.loading import check_backend_interface
+from attnlib.backends.interface import check_backend_interface
 from attnlib.errors import BackendUnavailableError, UnknownBackendError
 from attnlib.selection.current import parsed
 from attnlib.selection.registration import import_reason

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 from attnlib import env
 from attnlib.backends.base import AttentionBackend
 from attnlib.backends.builtin import BUILTIN_BACKENDS
-from attnlib.backends.loading import check_backend_interface
+from attnlib.backends.interface import check_backend_interface
 from attnlib.backends.plugins import PluginBackend, find_plugins
 from attnlib.errors import RegistrationError
 from attnlib.selection.registration import Registration, availability, check_priority

@@ -65,12 +65,17 @@ class LayerSpec:
         Raises:
             ContractError: it is another object; names its `user`.
         """
-        if not isinstance(spec, cls):
-            raise ContractError(
-                f"{user} takes an attnlib.{cls.__name__}, and spec is a {type(spec).__name__}: "
-                "Attention and PagedKVCache take an AttentionSpec, StateLayer and StateCache a "
-                "StateSpec"
-            )
+        if isinstance(spec, cls):
+            return
+        advice = (
+            "Attention and PagedKVCache take an AttentionSpec, StateLayer and StateCache a "
+            "StateSpec"
+        )
+        if isinstance(getattr(spec, "spec", None), cls):
+            advice = "pass its attribute `spec`"
+        raise ContractError(
+            f"{user} takes an attnlib.{cls.__name__}, and spec is a {type(spec).__name__}: {advice}"
+        )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; validated again."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnlib.backends.base import AttentionBackend
-from attnlib.backends.loading import check_backend_interface, serves_attention, serves_states
+from attnlib.backends.interface import check_backend_interface, serves_attention, serves_states
 from attnlib.capabilities import Sizes
 from attnlib.device import resolve_device
 from attnlib.errors import BackendUnavailableError, ContractError

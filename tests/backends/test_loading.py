@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import pickle
 
 import pytest
 import torch
 
-import attnlib
 from attnlib.backends import loading
-from attnlib.backends.loading import check_backend_interface, configured, import_backend
+from attnlib.backends.loading import configured, import_backend
 from attnlib.backends.torch import TorchBackend
 from attnlib.errors import RegistrationError
-from attnlib.selection import load_backend
-from attnlib.selection.current import current_request
-from attnlib.selection.registry import unregister_backend
 from tests.fresh_process import run_program
 
 
@@ -26,51 +21,6 @@ class Other(TorchBackend):
     @staticmethod
     def get_name() -> str:
         return "other"
-
-
-def test_classes_that_do_not_fit_are_rejected_with_the_reason() -> None:
-    """Registration checks the class, so that the author sees the error, not the user."""
-
-    class NoImpl(attnlib.AttentionBackend):
-        capabilities = TorchBackend.capabilities
-
-        @staticmethod
-        def get_name() -> str:
-            return "noimpl"
-
-    with pytest.raises(RegistrationError, match="lacks get_impl_cls: define it as"):
-        attnlib.register_backend("x", NoImpl)
-    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionBackend"):
-        attnlib.register_backend("x", int)  # type: ignore[call-overload]
-
-    class BadImpl(TorchBackend.get_impl_cls()):
-        def forward(self, q, cache, metadata, output, lse=None):
-            pass
-
-    with pytest.raises(
-        RegistrationError, match=r"forward\(self, q, cache.*the layer calls forward\(self, query"
-    ):
-        attnlib.register_backend(
-            "x", type("Bad", (Other,), {"get_impl_cls": staticmethod(lambda: BadImpl)})
-        )
-    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionMetadata"):
-        attnlib.register_backend(
-            "x", type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: int)})
-        )
-    with pytest.raises(RegistrationError, match="write it as 'package.module:Class'"):
-        attnlib.register_backend("x", "package.module.Class")
-
-
-def test_metadata_that_is_a_plain_dataclass_is_rejected() -> None:
-    """D25: torch.compile needs the handle that `AttentionMetadata` provides."""
-
-    @dataclasses.dataclass
-    class Plain:
-        num_tokens: int = 0
-
-    backend = type("Bad", (Other,), {"get_metadata_cls": staticmethod(lambda: Plain)})
-    with pytest.raises(RegistrationError, match="must be a subclass of attnlib.AttentionMetadata"):
-        check_backend_interface(backend, "bad")
 
 
 def test_paths_to_nested_classes_and_to_other_objects() -> None:
@@ -141,33 +91,3 @@ def test_a_worker_process_gets_the_same_class() -> None:
     assert written.returncode == 0, written.stderr
     read = run_program(reader.format(written=written.stdout))
     assert read.stdout.split("\n") == ["{'tile': 64} True prefill:tuned,decode:torch", "True", ""]
-
-
-class _PlainImpl:
-    """Not an AttentionImpl."""
-
-
-class Misfit(Other):
-    """A backend whose impl does not fit the interface."""
-
-    @staticmethod
-    def get_impl_cls():
-        return _PlainImpl
-
-
-@pytest.mark.parametrize("source", ["argument", "class", "ATTNLIB_BACKEND", "registered path"])
-def test_every_request_checks_the_interface(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that registration refuses is refused wherever it is requested."""
-    path = f"{__name__}:Misfit"
-    with pytest.raises(RegistrationError, match="must return a subclass of attnlib.AttentionImpl"):
-        if source == "registered path":
-            attnlib.register_backend("misfit", path)
-            try:
-                load_backend("misfit")
-            finally:
-                unregister_backend("misfit")
-        elif source == "ATTNLIB_BACKEND":
-            monkeypatch.setenv(source, path)
-            current_request(None)
-        else:
-            current_request(path if source == "argument" else Misfit)

@@ -125,7 +125,7 @@ def test_refused_memory() -> None:
         StateLayer(attention)
     with pytest.raises(ContractError, match="Attention takes an attnlib.AttentionSpec"):
         Attention(GDN, device="cpu")
-    with pytest.raises(ContractError, match="with a StateCache"):
+    with pytest.raises(ContractError, match="PagedKVCache.allocate takes.*StateCache a StateSpec"):
         PagedKVCache.allocate(GDN, 3)
 
 

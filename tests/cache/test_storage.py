@@ -49,7 +49,7 @@ def test_invalid_allocations() -> None:
     spec = AttentionSpec(num_heads=4, head_size=8, dtype=torch.float32)
     with pytest.raises(ContractError, match="num_blocks=0"):
         PagedKVCache.allocate(spec, 0, "cpu")
-    with pytest.raises(ContractError, match="keeps no keys: call it with cache=None"):
+    with pytest.raises(ContractError, match="attn_type=encoder_only keeps no keys: call"):
         PagedKVCache.allocate(spec.replace(attn_type="encoder_only"), 2, "cpu")
 
 
