@@ -3,7 +3,7 @@ from the latents, those of the context in chunks of bounded size."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,32 +42,24 @@ def attend_expanded(
     """
     _write(latent_attention, query, latent, cache, batch)
     layer, spec = latent_attention.layer, latent_attention.spec
-    assert batch.block_table is not None
-    assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
-    starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    contexts = [length - count for length, count in zip(seq_lens, counts, strict=True)]
+    new, *chunks = _plan(batch, latent_attention.context_tokens, cache.block_size)
     sinks = layer.impl.per_head_tensors[1]
     params = AttentionParams(
         scale=layer.impl.scale, logits_soft_cap=spec.logits_soft_cap or 0.0, sinks=sinks
     )
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    rows = _Rows(starts[:-1], counts, query.device)
-    _attend(latent_attention, query, latent[rows.index], rows, batch, params, out, lse)
+    _attend(latent_attention, query, latent[new.place], new, batch, params, out, lse)
+    if not chunks:
+        return
     # A sink counts once (M4): it is part of the state of the new tokens.
     params = AttentionParams(
         scale=params.scale, logits_soft_cap=params.logits_soft_cap, causal=False
     )
-    longest, held = max(contexts, default=0), latent_attention.context_tokens
-    step = max(1, held // max(1, sum(length > 0 for length in contexts)))
     part = torch.empty_like(out), torch.empty_like(lse)
     merge = operation("merge_states", "merge_states", query)
-    for first in range(0, longest, step):
-        lengths = [min(max(length - first, 0), step) for length in contexts]
-        rows = _Rows([first] * len(lengths), lengths, query.device)
-        blocks = batch.block_table[rows.requests, rows.index // cache.block_size].long()
-        latents = cache.key_cache[blocks, rows.index % cache.block_size, 0]
-        _attend(latent_attention, query, latents, rows, batch, params, *part)
+    for chunk in chunks:
+        latents = cache.key_cache[chunk.place]
+        _attend(latent_attention, query, latents, chunk, batch, params, *part)
         merge(out, lse, *part, out, lse)
 
 
@@ -125,38 +117,82 @@ def _attend(
     )
 
 
-class _Rows:
+class _Rows(NamedTuple):
     """Rows of several requests in blocks: each request begins a block, and the rest of its last
     block repeats its first row.
 
-    Args:
-        firsts: index of the first row of each request.
-        lengths: rows of each request.
-        device: of the tensors.
-
     Attributes:
-        index: `[blocks * _BLOCK]` int64, the index of each row.
-        requests: `[blocks * _BLOCK]` int64, the request of each row.
+        place: index of the rows, `[blocks * _BLOCK]` each, in the latents of the batch or in the
+            key cache.
         table: `[R, most blocks]` int32.
-        lengths: `[R]` int32; `lengths_cpu` is its host copy.
+        lengths: `[R]` int32, rows of each request; `lengths_cpu` is its host copy.
         longest: the longest request.
     """
 
-    def __init__(self, firsts: list[int], lengths: list[int], device: torch.device) -> None:
-        blocks = [-(-length // _BLOCK) for length in lengths]
-        self.longest = max(lengths, default=0)
-        table = torch.zeros(len(lengths), max([1, *blocks]), dtype=torch.int32, device="cpu")
-        index, requests, used = [], [], 0
-        for request, (first, length, count) in enumerate(zip(firsts, lengths, blocks, strict=True)):
-            table[request, :count] = torch.arange(used, used + count, device="cpu")
-            used += count
-            offsets = torch.arange(count * _BLOCK, device="cpu")
-            index.append(first + torch.where(offsets < length, offsets, 0))
-            requests.append(torch.full_like(offsets, request))
-        if not used:  # one block that nobody reads
-            index = requests = [torch.zeros(_BLOCK, dtype=torch.int64, device="cpu")]
-        self.lengths_cpu = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        self.index = torch.cat(index).to(device, non_blocking=True)
-        self.requests = torch.cat(requests).to(device, non_blocking=True)
-        self.table = table.to(device, non_blocking=True)
-        self.lengths = self.lengths_cpu.to(device, non_blocking=True)
+    place: tuple[Any, ...]
+    table: Tensor
+    lengths: Tensor
+    lengths_cpu: Tensor
+    longest: int
+
+
+def _plan(batch: PagedMetadata, context_tokens: int, block_size: int) -> list[_Rows]:
+    """The new tokens of a batch, then the chunks of its context; made once for all layers.
+
+    Args:
+        batch: prefills with lengths on the host.
+        context_tokens: latents of the context in a chunk, at most.
+        block_size: of the cache.
+    """
+    key = "expanded prefills", context_tokens, block_size
+    found: list[_Rows] | None = batch.plans.get(key)
+    if found is not None:
+        return found
+    assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
+    assert batch.block_table is not None
+    starts = batch.query_start_loc_cpu.long()
+    counts = starts.diff()
+    contexts = batch.seq_lens_cpu.long() - counts
+    step = max(1, context_tokens // max(1, int((contexts > 0).sum())))
+    plan = [_in_blocks(starts[:-1], counts, batch.block_table, None)]
+    plan += [
+        _in_blocks(
+            torch.full_like(contexts, first),
+            (contexts - first).clamp(0, step),
+            batch.block_table,
+            block_size,
+        )
+        for first in range(0, int(contexts.amax()), step)
+    ]
+    batch.plans[key] = plan
+    return plan
+
+
+def _in_blocks(
+    firsts: Tensor, lengths: Tensor, block_table: Tensor, block_size: int | None
+) -> _Rows:
+    """Rows of requests in blocks.
+
+    Args:
+        firsts, lengths: `[R]` int64 on the host, the first row of each request and how many.
+        block_table: of the batch.
+        block_size: of the cache that has the rows; None for those of the batch.
+    """
+    blocks = (lengths + (_BLOCK - 1)) // _BLOCK
+    blocks[0] += not blocks.any()  # one block that nobody reads
+    begins = blocks.cumsum(0) - blocks
+    requests = torch.arange(len(blocks), device="cpu").repeat_interleave(blocks * _BLOCK)
+    offsets = torch.arange(len(requests), device="cpu") - begins[requests] * _BLOCK
+    index = firsts[requests] + torch.where(offsets < lengths[requests], offsets, 0)
+    columns = torch.arange(int(blocks.amax()), device="cpu")
+    table = torch.where(columns < blocks[:, None], begins[:, None] + columns, 0)
+    lengths_cpu = lengths.int()
+    # From pinned memory: other copies of this size wait for the kernels before them.
+    host = [torch.stack((index, requests)), table.int(), lengths_cpu]
+    if block_table.is_cuda:
+        host = [each.pin_memory() for each in host]
+    both, table, on_device = (each.to(block_table.device, non_blocking=True) for each in host)
+    place: tuple[Any, ...] = (both[0],)
+    if block_size is not None:
+        place = block_table[both[1], both[0] // block_size].long(), both[0] % block_size, 0
+    return _Rows(place, table, on_device, lengths_cpu, int(lengths.amax()))

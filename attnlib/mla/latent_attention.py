@@ -134,12 +134,13 @@ class LatentAttention(nn.Module):
         if prefills is None:
             return self._absorbed(query, latent, cache, metadata)
         decodes, split = metadata.decode_metadata, metadata.num_decode_tokens
-        out = query.new_zeros(query.shape[0], query.shape[1], self.head_size_v)
+        out = query.new_empty(query.shape[0], query.shape[1], self.head_size_v)
         if decodes is not None:
             rows = slice(None, split)
             out[rows] = self._absorbed(query[rows], latent[rows], cache, decodes)
         end = split + prefills.num_actual_tokens
         new = slice(split, end)
+        out[end:] = 0.0
         attend_expanded(self, query[new], latent[new], cache, prefills, out[new])
         return out
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import attnlib
 from attnlib.errors import ContractError
+from attnlib.mla import expanded
 from attnlib.mla.latent_attention import LatentAttention
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
@@ -102,6 +104,30 @@ def test_both_forms_are_attention_over_expanded_keys(name: str, form: str) -> No
     slots = call[3].slot_mapping
     stored = call[2].key_cache.flatten(0, 2)[slots]
     assert torch.equal(stored, call[1])
+
+
+def test_layers_of_a_batch_share_their_plan() -> None:
+    """Only the first layer of a batch arranges rows on the host and copies them to the device."""
+    module, call, latents = _step([12, 30], [70, 200], expand_from=1, context_tokens=80)
+    wanted = _expected(module, call[0], [12, 30], latents)
+    with patch.object(expanded, "_in_blocks", wraps=expanded._in_blocks) as arrange:
+        first, second = module(*call), module(*call)
+    assert arrange.call_count == 1 + 5  # new tokens, and 170 of context in chunks of 40
+    torch.testing.assert_close(first.double(), wanted, rtol=0, atol=2e-5)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
+def test_rows_past_the_tokens_become_0(expand_from: int | None) -> None:
+    """M6."""
+    module, (query, latent, cache, metadata), _ = _step([1, 20], [9, 50], expand_from=expand_from)
+    wanted = module(query, latent, cache, metadata)
+    metadata.slot_mapping = nn.functional.pad(metadata.slot_mapping, (0, 3), value=-1)
+    padded = (
+        nn.functional.pad(rows, (0,) * (2 * rows.dim() - 1) + (3,)) for rows in (query, latent)
+    )
+    found = module(*padded, cache, metadata)
+    torch.testing.assert_close(found, nn.functional.pad(wanted, (0, 0, 0, 0, 0, 3)))
 
 
 def test_a_sink_counts_once() -> None:
