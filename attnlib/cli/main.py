@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 
 from attnlib.env import warn_about_unread_variables
-from attnlib.errors import AttnlibError
+from attnlib.errors import AttnlibError, ContractError
 
 __all__ = ["COMMANDS", "main"]
 
@@ -76,6 +77,30 @@ COMMANDS: dict[str, _Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `attnlib ARGS`; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # characters that a terminal lacks, names of files
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, and not when the interpreter ends, errors have a message
+        return status
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        status = 1
+    except (AttnlibError, OSError) as error:
+        print(f"{' '.join(['attnlib', *arguments[:1]])}: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:  # the interpreter would try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         from attnlib import __version__
 
@@ -83,27 +108,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in COMMANDS:
         return _usage(arguments)
+    warn_about_unread_variables()
     try:
-        warn_about_unread_variables()
         with _current_folder_on_path():
             return COMMANDS[arguments[0]].load()(arguments[1:])
     except SystemExit as end:  # of the parser: --help, or an error that it has printed
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (AttnlibError, OSError) as error:
-        print(f"attnlib {arguments[0]}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 @contextmanager
 def _current_folder_on_path() -> Iterator[None]:
     """Let `module:Class` name a module of the current folder in every command and in
     ATTNLIB_BACKEND, as `python -m attnlib` does."""
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ContractError(
+            "the current folder was removed: change to one that exists, and run the command again"
+        ) from None
     sys.path.insert(0, folder)
     try:
         yield

@@ -68,8 +68,9 @@ def _python_path() -> str:
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a process may start without them
+            stream.flush()
     os.execve(command[0], command, environment)
 
 
