@@ -55,10 +55,16 @@ class DescribedServer:
         """`DeviceLimits` of the GPU, with the tiles that were tuned for a chip of its name.
 
         Raises:
-            ContractError: a GPU whose numbers are not known.
+            ContractError: a GPU whose numbers are not known, or no triton.
         """
-        from attnlib.backends.triton.chips import described_limits
-        from attnlib.backends.triton.tune import tuned_tiles
+        try:
+            from attnlib.backends.triton.chips import described_limits
+            from attnlib.backends.triton.tune import tuned_tiles
+        except ModuleNotFoundError as error:
+            raise ContractError(
+                f"the kernels of {self.device} cannot be named here ({error}): "
+                'pip install "triton>=3.6"'
+            ) from None
 
         limits = described_limits(self.device, self.num_sms)
         return replace(limits, tuned=tuned_tiles(replace(self.device, is_hypothetical=False)))

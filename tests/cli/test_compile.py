@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,13 @@ def test_explain_on_another_backend_names_no_kernels(capsys: pytest.CaptureFixtu
     assert "kernels are in" not in capsys.readouterr().out
     assert main(["explain", "--kernels", "no/such/folder"]) == 2
     assert "'no/such/folder' does not exist" in capsys.readouterr().err
+
+
+def test_explain_names_what_kernels_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Platforms without triton can ask about kernels, and are told what is missing."""
+    monkeypatch.setitem(sys.modules, "attnlib.backends.triton.chips", None)  # imports triton
+    assert main("explain --device sm_90 --kernels".split()) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be named here (import of" in shown and 'pip install "triton>=3.6"' in shown
