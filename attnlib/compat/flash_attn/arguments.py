@@ -17,6 +17,7 @@ __all__ = [
     "FlashAttentionArgumentError",
     "argument_errors",
     "check_tensor",
+    "flag",
     "integer",
     "last_stride_1",
     "number",
@@ -64,19 +65,33 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
         )
 
 
+def flag(name: str, value: Any) -> bool:
+    """An argument that is a flag.
+
+    Raises:
+        FlashAttentionArgumentError: it is neither true nor false, as a tensor of several elements.
+    """
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise FlashAttentionArgumentError(
+            f"{name}={shortened(value)} must be True or False: {error}"
+        ) from None
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """An argument that is an integer; a tensor of one element is read.
 
     Raises:
         FlashAttentionArgumentError: it is none, or below `least`.
     """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
     try:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
         if isinstance(value, bool):
             raise TypeError
         found = operator.index(value)
-    except TypeError:
+    except (RuntimeError, TypeError):
         raise FlashAttentionArgumentError(f"{name}={value!r} must be an integer") from None
     if least is not None and found < least:
         raise FlashAttentionArgumentError(f"{name}={found} must be at least {least}")
@@ -130,6 +145,10 @@ def check_tensor(
         raise FlashAttentionArgumentError(
             f"{name} is a {type(tensor).__name__}; it must be a tensor {shape}"
         )
+    if tensor.layout != torch.strided:
+        raise FlashAttentionArgumentError(
+            f"{name} has layout={tensor.layout}; it must be a dense tensor {shape}"
+        )
     if tensor.dim() != dims:
         raise FlashAttentionArgumentError(
             f"{name} has shape {tuple(tensor.shape)}; it must be {shape}"
@@ -153,10 +172,11 @@ def last_stride_1(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         FlashAttentionArgumentError: it is not a tensor, or one without dimensions.
     """
-    if not isinstance(tensor, torch.Tensor) or not tensor.dim():
-        shown = "a tensor without dimensions" if isinstance(tensor, torch.Tensor) else tensor
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or not tensor.dim() or tensor.layout != torch.strided:
+        shown = "a tensor without dimensions or not dense" if is_tensor else shortened(tensor)
         raise FlashAttentionArgumentError(
-            f"{shortened(shown)} is given for q, k, v or block_table: pass a tensor"
+            f"{shown} is given for q, k, v or block_table: pass a tensor"
         )
     tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
+    check_tensor,
     last_stride_1,
     refuse,
     refuse_gradients,
@@ -89,10 +90,12 @@ def with_probabilities(result: Any, q: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 def _check_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     refuse_gradients(q, k, v)
-    if k.dim() != 4 or q.dim() != 4 or q.shape[0] != k.shape[0]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, 4, "[batch, seqlen, heads, headdim]", q)
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise FlashAttentionArgumentError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be "
-            "[batch, seqlen, heads, headdim] with one batch size"
+            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; they must "
+            "have one batch size, and k and v one seqlen and number of heads"
         )
 
 

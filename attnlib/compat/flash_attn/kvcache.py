@@ -10,6 +10,8 @@ from torch.autograd import forward_ad
 
 from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
+    flag,
+    integer,
     refuse,
     refuse_gradients,
 )
@@ -144,16 +146,19 @@ def flash_attn_with_kvcache(
     refuse_gradients(q, k, v, k_cache, v_cache)
     if page_table is not None and block_table is not None:
         raise FlashAttentionArgumentError("block_table and page_table are one argument: pass one")
+    if rotary_sin is not None and rotary_cos is None:
+        raise FlashAttentionArgumentError("rotary_sin is given and rotary_cos is None: pass both")
     table = block_table if page_table is None else page_table
     tensors = CallTensors(
         q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, table,
-        cu_seqlens_q, max_seqlen_q,
+        cu_seqlens_q, None if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q),
     )  # fmt: skip
     scores = ScoreArguments(
         softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk,
         return_softmax_lse,
     )  # fmt: skip
-    return _attend(tensors, scores, (rotary_cos, rotary_sin, rotary_interleaved))
+    interleaved = flag("rotary_interleaved", rotary_interleaved)
+    return _attend(tensors, scores, (rotary_cos, rotary_sin, interleaved))
 
 
 def _attend(

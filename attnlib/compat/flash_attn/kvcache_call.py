@@ -164,7 +164,7 @@ class KVCacheCall:
             return result
         if self._batch.query_lens is None:
             return result, lse.T.contiguous()
-        return result, lse.view(shape[0], shape[1], -1).transpose(1, 2).contiguous()
+        return result, lse.view(shape[:-1]).transpose(1, 2).contiguous()
 
     def _int32(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)

@@ -43,7 +43,8 @@ def check_kvcache_call(
         check_tensor("q", q, 3, f"[tokens, heads, {heads} with cu_seqlens_q", q)
         check_tensor("cu_seqlens_q", starts, 1, "[batch + 1]", q, torch.int32)
         requests = starts.shape[0] - 1
-        if not longest or requests < 0 or not starts.is_contiguous():
+        is_short = longest is None or longest < min(q.shape[0], 1)
+        if is_short or requests < 0 or not starts.is_contiguous():
             raise FlashAttentionArgumentError(
                 f"cu_seqlens_q {tuple(starts.shape)} with max_seqlen_q={longest}: it must be "
                 "contiguous [batch + 1], and max_seqlen_q at least 1"
@@ -126,7 +127,8 @@ def _check_per_request(
     requests: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    dtype = tensor.dtype if tensor.dtype in dtypes else dtypes[0]
+    given = getattr(tensor, "dtype", None)
+    dtype = given if given in dtypes else dtypes[0]
     check_tensor(name, tensor, 1, f"[{requests}]", q, dtype)
     if tensor.shape != (requests,) or not tensor.is_contiguous():
         raise FlashAttentionArgumentError(
@@ -159,7 +161,7 @@ def _check_new_keys(
 def _check_positions(cos: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor | None) -> None:
     """Whether there is an angle for each position of the cache, as FlashAttention requires."""
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    if cos.dim() == 2 and cos.shape[0] < capacity:
+    if getattr(cos, "ndim", 0) == 2 and cos.shape[0] < capacity:
         raise FlashAttentionArgumentError(
             f"rotary_cos has {cos.shape[0]} positions, and the cache holds {capacity} tokens per "
             "request: pass an angle for each position"

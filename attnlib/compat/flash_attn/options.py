@@ -11,6 +11,7 @@ from attnlib.compat.flash_attn.arguments import (
     FlashAttentionArgumentError,
     argument_errors,
     check_tensor,
+    flag,
     integer,
     last_stride_1,
     number,
@@ -75,11 +76,13 @@ class Options(NamedTuple):
         Raises:
             FlashAttentionArgumentError: `window_size` is not a pair, or a number is out of range.
         """
-        if not isinstance(window_size, Sequence | torch.Tensor) or len(window_size) != 2:
+        is_pair = isinstance(window_size, Sequence | torch.Tensor)
+        if not is_pair or getattr(window_size, "ndim", 1) != 1 or len(window_size) != 2:
             raise FlashAttentionArgumentError(
                 f"window_size={window_size!r} must be a pair (left, right), with -1 for unbounded"
             )
         left, right = (max(integer("window_size", side), -1) for side in window_size)
+        causal, return_lse = flag("causal", causal), flag("return_softmax_lse", return_lse)
         scale = head_size**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
         if left >= max_seq_len:
             left = -1
@@ -92,7 +95,7 @@ class Options(NamedTuple):
         cap = max(number("softcap", softcap), 0.0)
         has_alibi = alibi_slopes is not None
         chunk = integer("attention_chunk", chunk)
-        return cls(scale, bool(causal), (left, right), cap, chunk, has_alibi, return_lse)
+        return cls(scale, causal, (left, right), cap, chunk, has_alibi, return_lse)
 
     def spec(
         self,
@@ -149,7 +152,7 @@ def slopes_of(
     """
     if alibi_slopes is None:
         return None
-    heads, dims = like.shape[-2], alibi_slopes.dim()
+    heads, dims = like.shape[-2], getattr(alibi_slopes, "ndim", 1)
     shape = f"[{heads}] or [{requests}, {heads}]"
     check_tensor("alibi_slopes", alibi_slopes, 2 if dims == 2 else 1, shape, like, torch.float32)
     if alibi_slopes.shape not in ((heads,), (requests, heads)):

@@ -17,6 +17,10 @@ from attnlib.ops.signature import tensor_check
 __all__ = ["RecentCall"]
 
 
+_VALUES = {type(None), bool, int, float, tuple}
+"""Types of arguments that cannot change between two calls, as a tensor can."""
+
+
 class RecentCall:
     """The call before, for the next call of its kind: one C function compares their tensors.
 
@@ -55,6 +59,8 @@ class RecentCall:
         """The recent call; None where torch cannot compare tensors quickly."""
         window, k = arguments[2], tensors[3]
         if type(window) is not tuple or any(type(side) is not int for side in window):
+            return None
+        if not {type(one) for one in arguments} <= _VALUES:
             return None
         check = tensor_check(*(tensor for tensor in tensors if tensor is not None))
         if check is None or (k is not None and call.append is None):

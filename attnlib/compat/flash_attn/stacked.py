@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnlib.compat.flash_attn.arguments import FlashAttentionArgumentError, check_tensor
 from attnlib.compat.flash_attn.dense import flash_attn_func
 from attnlib.compat.flash_attn.varlen import flash_attn_varlen_func
 
@@ -31,7 +32,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of stacked tensors, `qkv` `[B, S, 3, H, D]`. Other arguments, dtypes,
     result and errors are those of `flash_attn_func`."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = _parts("qkv", qkv, "[batch, seqlen, 3, heads, headdim]")
     return flash_attn_func(
         q,
         k,
@@ -61,7 +62,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` of stacked tensors, `kv` `[B, Sk, 2, Hkv, D]`. Other arguments, dtypes,
     result and errors are those of `flash_attn_func`."""
-    k, v = kv.unbind(2)
+    k, v = _parts("kv", kv, "[batch, seqlen, 2, heads, headdim]")
     return flash_attn_func(
         q,
         k,
@@ -92,7 +93,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of stacked tensors, `qkv` `[T, 3, H, D]`. Other arguments, dtypes,
     result and errors are those of `flash_attn_varlen_func`."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = _parts("qkv", qkv, "[tokens, 3, heads, headdim]")
     return flash_attn_varlen_func(
         q,
         k,
@@ -130,7 +131,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of stacked tensors, `kv` `[Tk, 2, Hkv, D]`. Other arguments, dtypes,
     result and errors are those of `flash_attn_varlen_func`."""
-    k, v = kv.unbind(1)
+    k, v = _parts("kv", kv, "[tokens, 2, heads, headdim]")
     return flash_attn_varlen_func(
         q,
         k,
@@ -148,3 +149,18 @@ def flash_attn_varlen_kvpacked_func(
         deterministic,
         return_attn_probs,
     )
+
+
+def _parts(name: str, stacked: torch.Tensor, shape: str) -> tuple[torch.Tensor, ...]:
+    """The tensors that are stacked in the dimension before the heads.
+
+    Raises:
+        FlashAttentionArgumentError: another shape.
+    """
+    sizes = shape.strip("[]").split(", ")
+    check_tensor(name, stacked, len(sizes), shape, stacked)
+    if stacked.shape[-3] != int(sizes[-3]):
+        raise FlashAttentionArgumentError(
+            f"{name} has shape {tuple(stacked.shape)}; it must be {shape}"
+        )
+    return stacked.unbind(-3)

@@ -172,6 +172,7 @@ def _attend_paged(
     """Keys in blocks: a call of `flash_attn_with_kvcache`, or one per sequence."""
 
     check_packed("cu_seqlens_q", starts, q.shape[0], max_seqlen_q)
+    check_tensor("block_table", block_table, 2, "[batch, max_blocks]", q, torch.int32)
 
     def attend(query: torch.Tensor, requests: slice, **others: Any) -> Any:
         return flash_attn_with_kvcache(

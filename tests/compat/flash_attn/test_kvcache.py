@@ -261,6 +261,18 @@ def test_every_argument_is_part_of_the_prepared_call(backend: str) -> None:
     case.check(case.call(cache_seqlens=lens))
 
 
+def test_a_scale_that_changes_in_place_is_read_again(backend: str) -> None:
+    q, k, v = torch.randn(1, 1, 2, 16), *torch.randn(2, 1, 8, 2, 16)
+    lengths = torch.tensor([8], dtype=torch.int32)
+    for name, other in (("softmax_scale", 0.0), ("softcap", 0.1)):
+        given = {"softmax_scale": 3.0, "cache_seqlens": lengths, name: torch.tensor(1.0)}
+        flash_attn_with_kvcache(q, k, v, **given)
+        given[name].fill_(other)
+        found = flash_attn_with_kvcache(q, k, v, **given)
+        given[name] = other
+        torch.testing.assert_close(found, flash_attn_with_kvcache(q, k, v, **given))
+
+
 def test_lengths_as_an_int_or_none(backend: str) -> None:
     case = Case(1, page=0, new=1, leftpad=False, index=False, slopes=None, queries=1)
     for length in (5, 9, 9, 20):
