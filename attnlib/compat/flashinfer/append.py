@@ -7,6 +7,7 @@ from importlib import import_module
 import torch
 
 from attnlib.cache.overlap import check_pair
+from attnlib.compat.flashinfer.arguments import check_tensors, integer
 from attnlib.compat.flashinfer.page import PagedCache, cache_views, check_layout, check_list
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable, check_starts
@@ -33,8 +34,7 @@ def get_batch_indices_positions(
     """
     check_list("seq_lens", seq_lens)
     check_list("append_indptr", append_indptr, seq_lens.shape[0] + 1, seq_lens.device)
-    if not isinstance(nnz, int) or nnz < 0:
-        raise ContractError(f"nnz={nnz!r} must be an integer of at least 0")
+    nnz = integer("nnz", nnz, 0)
     check_starts("append_indptr", append_indptr, nnz)
     _check_lengths(append_indptr, seq_lens)
     tokens = torch.arange(nnz, device=append_indptr.device)
@@ -92,6 +92,7 @@ def append_paged_kv_cache(
         LayoutMismatchError: an unknown layout.
     """
     check_layout(kv_layout)
+    check_tensors(append_key=append_key, append_value=append_value)
     key_cache, value_cache = cache_views(paged_kv_cache, kv_layout)
     _check_rows(append_key, append_value, key_cache, value_cache)
     check_pair(key_cache=key_cache, value_cache=value_cache)

@@ -8,9 +8,20 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.ops.addresses import as_count, shortened
 
-__all__ = ["REASONS", "check_neutral", "torch_dtype", "warn_positional"]
+__all__ = [
+    "REASONS",
+    "check_neutral",
+    "check_tensors",
+    "flag",
+    "integer",
+    "number",
+    "torch_dtype",
+    "warn_positional",
+]
 
+_INT32 = 2**31 - 1
 REASONS = {
     "pos_encoding_mode": "attnlib does not rotate or bias keys by position inside the kernels: "
     "rotate q and the keys before they are cached",
@@ -43,6 +54,55 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ContractError(f"dtype {dtype!r} is not a dtype of torch: pass for example 'float16'")
     return found
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Whether arguments are dense tensors.
+
+    Raises:
+        ContractError: names the first that is none.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        if tensor.layout != torch.strided:
+            raise ContractError(f"{name} has layout={tensor.layout}; it must be a dense tensor")
+
+
+def flag(name: str, value: Any) -> bool:
+    """An argument that is a flag.
+
+    Raises:
+        ContractError: it is neither true nor false, as a tensor of several elements.
+    """
+    try:
+        return bool(value)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ContractError(f"{name}={shortened(value)} must be True or False: {error}") from None
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """An argument that is an integer of 32 bits.
+
+    Raises:
+        ContractError: it is none, or below `least`.
+    """
+    found = as_count(name, value, least)
+    if found > _INT32:
+        raise ContractError(f"{name}={found} must be at most {_INT32}")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """An argument that is a number, or a tensor of one element, which is read.
+
+    Raises:
+        ContractError: it is none.
+    """
+    try:
+        return float(value)
+    except (NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError):
+        raise ContractError(f"{name}={shortened(value)} must be a number") from None
 
 
 def check_neutral(**arguments: Any) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from attnlib.compat.flashinfer.arguments import check_neutral, torch_dtype, warn_positional
+from attnlib.compat.flashinfer.arguments import (
+    check_neutral,
+    check_tensors,
+    integer,
+    torch_dtype,
+    warn_positional,
+)
 from attnlib.compat.flashinfer.page import PagedCache, check_list
 from attnlib.compat.flashinfer.page_lists import PageLists
 from attnlib.compat.flashinfer.plan import LayerForm
@@ -92,6 +98,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         if positional:
             warn_positional(type(self).__name__)
+            if len(positional) > len(_POSITIONAL):
+                raise ContractError(
+                    f"plan has {len(positional)} optional arguments by position; it takes "
+                    f"{len(_POSITIONAL)}: pass them by keyword"
+                )
             options = dict(zip(_POSITIONAL, positional, strict=False)) | options
         self._plan_options(
             indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size),
@@ -126,6 +137,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_len_per_req: int = 1,
     ) -> None:
         check_neutral(pos_encoding_mode=pos_encoding_mode, window_right=window_right)
+        q_len_per_req = integer("q_len_per_req", q_len_per_req, 1)
         q_dtype = torch_dtype(q_data_type or data_type or "float16")
         if o_data_type is not None and torch_dtype(o_data_type) != q_dtype:
             check_neutral(o_data_type=o_data_type)
@@ -134,8 +146,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"q_len_per_req={q_len_per_req}, but the first plan with use_cuda_graph=True has "
                 f"frozen it at {self._q_len_per_req}"
             )
-        if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
-            raise ContractError(f"q_len_per_req={q_len_per_req!r} must be an integer of at least 1")
         check_list("last_page_len", last_page_len)
         count = last_page_len.shape[0] + 1
         queries = torch.arange(count, dtype=torch.int32, device="cpu") * q_len_per_req
@@ -195,8 +205,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         planned = self._q_len_per_req
-        if q_len_per_req is not None and q_len_per_req != planned:
+        if q_len_per_req is not None and integer("q_len_per_req", q_len_per_req, 1) != planned:
             raise ValueError(f"q_len_per_req={q_len_per_req}, but plan has {planned}")
+        check_tensors(q=q)
         rows = None if self._plan_ is None else self._plan_.common.num_reqs * planned
         if rows is not None and (q.dim() != 3 or q.shape[0] != rows):
             raise ValueError(

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import torch
 
+from attnlib.compat.flashinfer.arguments import check_tensors
 from attnlib.errors import ContractError
 from attnlib.ops.torch.softmax import merge_weights
 
@@ -58,6 +59,7 @@ def merge_state_in_place(
     if mask is None:
         _merge(v, s, v_other, s_other, v, s)
         return
+    check_tensors(mask=mask)
     if mask.shape != v.shape[:1]:
         raise ContractError(f"mask has shape {tuple(mask.shape)}; it must be [{v.shape[0]}]")
     out, lse = merge_state(v, s, v_other, s_other)
@@ -79,6 +81,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises:
         ContractError: the shapes disagree.
     """
+    check_tensors(v=v, s=s)
     if v.dim() != 4 or s.shape != v.shape[:3] or not v.shape[1]:
         raise ContractError(
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be "
@@ -117,6 +120,7 @@ def _merge(
 
 
 def _check(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> None:
+    check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     shapes = [tuple(x.shape) for x in (v_a, s_a, v_b, s_b)]
     if v_a.dim() != 3 or shapes != [shapes[0], shapes[0][:2]] * 2:
         raise ContractError(

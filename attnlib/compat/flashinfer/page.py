@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from attnlib.compat.flashinfer.arguments import check_tensors, integer
 from attnlib.errors import ContractError, LayoutMismatchError
 from attnlib.ops.addresses import are_readable, check_starts
 
@@ -73,13 +76,15 @@ def cache_views(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[torch.Tenso
             )
         key, value = paged_kv_cache.unbind(1)
     else:
-        pair = tuple(paged_kv_cache)
+        pair = tuple(paged_kv_cache) if isinstance(paged_kv_cache, Sequence) else ()
         if len(pair) != 2:
             raise ContractError(
-                f"paged_kv_cache has {len(pair)} tensors; pass one tensor, or those of keys and "
-                "values"
+                f"paged_kv_cache has {len(pair)} tensors ({type(paged_kv_cache).__name__}); pass "
+                "one tensor, or those of keys and values"
             )
         key, value = pair
+        check_tensors(paged_kv_cache=key)
+        check_tensors(paged_kv_cache=value)
         if key.dim() != 4 or value.dim() != 4:
             raise ContractError(
                 f"paged_kv_cache has shapes {tuple(key.shape)} and {tuple(value.shape)}; a pair "
@@ -131,8 +136,7 @@ def get_seq_lens(
     """
     check_list("kv_last_page_len", kv_last_page_len)
     check_list("kv_indptr", kv_indptr, kv_last_page_len.shape[0] + 1, kv_last_page_len.device)
-    if not isinstance(page_size, int) or page_size < 1:
-        raise ContractError(f"page_size={page_size!r} must be an integer of at least 1")
+    page_size = integer("page_size", page_size, 1)
     check_starts("kv_indptr", kv_indptr, None)
     pages = kv_indptr[1:] - kv_indptr[:-1]
     if are_readable(pages):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnlib.compat.flashinfer.arguments import integer
 from attnlib.compat.flashinfer.page import check_list, get_seq_lens
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import are_readable, check_starts
@@ -46,8 +47,7 @@ class PageLists(NamedTuple):
             ContractError: a list of another shape or dtype, offsets that decrease or exceed the
                 pages, a last page that is empty or longer than a page, or a negative page.
         """
-        if not isinstance(page_size, int) or page_size < 1:
-            raise ContractError(f"page_size={page_size!r} must be an integer of at least 1")
+        page_size = integer("page_size", page_size, 1)
         check_list("last_page_len", last_page_len)
         requests = last_page_len.shape[0]
         for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnlib.compat.flashinfer.arguments import flag, integer, number
 from attnlib.compat.flashinfer.page import page_table
 from attnlib.compat.flashinfer.page_lists import PageLists
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.spec import AttentionSpec, MaskKind, Window
 
 __all__ = ["LayerForm", "Plan", "batch_of"]
+
+_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +36,21 @@ class LayerForm:
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
 
+    def __post_init__(self) -> None:
+        assign = object.__setattr__
+        for name in ("num_qo_heads", "num_kv_heads", "page_size"):
+            assign(self, name, integer(name, getattr(self, name), 1))
+        assign(self, "head_sizes", tuple(integer("head_dim", n, 1) for n in self.head_sizes))
+        assign(self, "causal", flag("causal", self.causal))
+        assign(self, "window_left", integer("window_left", self.window_left, -_INT32))
+        for name in ("logits_soft_cap", "sm_scale"):
+            if (value := getattr(self, name)) is not None:
+                assign(self, name, number(name, value))
+
     @property
     def scale(self) -> float:
         """The softmax scale."""
-        return self.head_sizes[0] ** -0.5 if self.sm_scale is None else float(self.sm_scale)
+        return self.head_sizes[0] ** -0.5 if self.sm_scale is None else self.sm_scale
 
     def spec(self, is_single: bool) -> AttentionSpec:
         """The spec of the layers.

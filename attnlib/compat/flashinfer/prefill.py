@@ -129,10 +129,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             check_neutral(o_data_type=o_data_type)
         form = LayerForm(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_sizes=(head_dim_qk, head_dim_vo or head_dim_qk), page_size=page_size,
+            head_sizes=(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
+            page_size=page_size,
             causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, q_data_type=q_dtype,
-            kv_data_type=torch_dtype(kv_data_type or q_dtype),
+            kv_data_type=q_dtype if kv_data_type is None else torch_dtype(kv_data_type),
         )  # fmt: skip
         lists = PageLists.of(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size

@@ -9,6 +9,7 @@ import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
+from attnlib.compat.flashinfer.arguments import check_tensors, flag, integer, number
 from attnlib.compat.flashinfer.graph_batch import GraphBatch
 from attnlib.compat.flashinfer.merge import LOG2_E
 from attnlib.compat.flashinfer.page import PagedCache, cache_views, check_layout
@@ -69,6 +70,8 @@ class PagedWrapper:
         graph_buffers: tuple[torch.Tensor | None, ...],
     ) -> None:
         check_layout(kv_layout)
+        check_tensors(float_workspace_buffer=float_workspace_buffer)
+        use_cuda_graph = flag("use_cuda_graph", use_cuda_graph)
         self.device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
@@ -128,8 +131,11 @@ class PagedWrapper:
         plan = self._plan_
         if plan is None:
             raise RuntimeError("run before plan: call plan(...) with the batch first")
+        call = call._replace(return_lse=flag("return_lse", call.return_lse))
         keys, values = self._check_run(call, plan)
-        q, scale = call.q, plan.form.scale * (1.0 if call.q_scale is None else float(call.q_scale))
+        q, scale = call.q, plan.form.scale
+        if call.q_scale is not None:
+            scale *= number("q_scale", call.q_scale)
         scales: dict[str, Any] = {}
         if plan.spec.is_kv_quantized:
             given = {"k_scale": call.k_scale, "v_scale": call.v_scale}
@@ -137,29 +143,37 @@ class PagedWrapper:
         elif isinstance(call.k_scale, torch.Tensor):
             q = (q * call.k_scale.reshape(())).to(q.dtype)
         elif call.k_scale is not None:
-            scale *= float(call.k_scale)
+            scale *= number("k_scale", call.k_scale)
         layer = self._layer(plan.spec, scale)
         metadata = self._metadata_for(layer, plan, q.shape[0], call.query_len)
         cache = PagedKVCache.from_views(keys, values, **scales)
         result = layer(q, None, None, cache, metadata, call.return_lse, output=call.out)
         output, natural = result if call.return_lse else (result, None)
         if call.v_scale is not None and not plan.spec.is_kv_quantized:
-            output.mul_(call.v_scale)
+            value = call.v_scale
+            output.mul_(value if isinstance(value, torch.Tensor) else number("v_scale", value))
         if natural is None:
             return output
         return output, torch.mul(natural, LOG2_E, out=call.lse)
 
     def _check_run(self, call: RunArguments, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """The views of the cache, once the arguments that no layer sees are checked."""
+        check_tensors(q=call.q)
+        if call.q.dim() < 2:
+            raise ContractError(
+                f"q has shape {tuple(call.q.shape)}; it must be [tokens, heads, head_dim]"
+            )
         left = plan.form.window_left
-        if call.window_left is not None and call.window_left != left:
+        if call.window_left is not None and integer("window_left", call.window_left, -1) != left:
             raise ValueError(
                 f"window_left={call.window_left} differs from window_left={left} of plan"
             )
         keys, values = cache_views(call.paged_kv_cache, self._kv_layout)
         plan.lists.check_pages(keys.shape[0])
-        heads = (call.q.shape[0] if call.q.dim() else 0, plan.spec.num_heads)
+        heads = (call.q.shape[0], plan.spec.num_heads)
         lse = call.lse
+        if lse is not None:
+            check_tensors(lse=lse)
         if (
             lse is not None
             and call.return_lse
@@ -171,11 +185,9 @@ class PagedWrapper:
                 rule="M5",
             )
         for name, value in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-            if (
-                isinstance(value, torch.Tensor)
-                and not plan.spec.is_kv_quantized
-                and (value.numel() != 1)
-            ):
+            if value is not None and not isinstance(value, torch.Tensor):
+                number(name, value)
+            elif value is not None and not plan.spec.is_kv_quantized and value.numel() != 1:
                 raise ContractError(
                     f"{name} has shape {tuple(value.shape)}, but the cache is not quantized: give "
                     "one number",
