@@ -17,7 +17,8 @@ from attnlib.compat.flashinfer.arguments import (
 from attnlib.compat.flashinfer.page import PagedCache, check_list
 from attnlib.compat.flashinfer.page_lists import PageLists
 from attnlib.compat.flashinfer.plan import LayerForm
-from attnlib.compat.flashinfer.wrapper import PagedWrapper, RunArguments
+from attnlib.compat.flashinfer.run_arguments import RunArguments
+from attnlib.compat.flashinfer.wrapper import PagedWrapper
 from attnlib.errors import ContractError
 
 __all__ = ["BatchDecodeWithPagedKVCacheWrapper"]

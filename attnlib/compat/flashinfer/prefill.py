@@ -11,7 +11,8 @@ from attnlib.compat.flashinfer.arguments import check_neutral, torch_dtype
 from attnlib.compat.flashinfer.page import PagedCache
 from attnlib.compat.flashinfer.page_lists import PageLists
 from attnlib.compat.flashinfer.plan import LayerForm
-from attnlib.compat.flashinfer.wrapper import PagedWrapper, RunArguments
+from attnlib.compat.flashinfer.run_arguments import RunArguments
+from attnlib.compat.flashinfer.wrapper import PagedWrapper
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
-from attnlib.compat.flashinfer.arguments import check_tensors, flag, integer, number
+from attnlib.compat.flashinfer.arguments import check_tensors, flag, number
 from attnlib.compat.flashinfer.graph_batch import GraphBatch
 from attnlib.compat.flashinfer.merge import LOG2_E
-from attnlib.compat.flashinfer.page import PagedCache, cache_views, check_layout
+from attnlib.compat.flashinfer.page import cache_views, check_layout
 from attnlib.compat.flashinfer.page_lists import PageLists
 from attnlib.compat.flashinfer.plan import LayerForm, Plan, batch_of
-from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.compat.flashinfer.run_arguments import RunArguments
+from attnlib.errors import UnsupportedConfigError
 from attnlib.layer import Attention
 from attnlib.metadata.base import AttentionMetadata, AttentionMetadataBuilder
 from attnlib.selection import get_attn_backend
 from attnlib.spec import AttentionSpec
 
-__all__ = ["PagedWrapper", "RunArguments"]
+__all__ = ["PagedWrapper"]
 
 Backend = type[AttentionBackend]
-
-
-class RunArguments(NamedTuple):
-    """The arguments of `run`.
-
-    Attributes:
-        q: `[T, Hq, D]`.
-        paged_kv_cache: the cache.
-        q_scale, k_scale, v_scale, out, lse, return_lse, window_left: as in `run`.
-        query_len: queries of each request, if all have the same.
-    """
-
-    q: torch.Tensor
-    paged_kv_cache: PagedCache
-    q_scale: float | None = None
-    k_scale: float | torch.Tensor | None = None
-    v_scale: float | torch.Tensor | None = None
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    return_lse: bool = False
-    window_left: int | None = None
-    query_len: int | None = None
 
 
 class PagedWrapper:
@@ -132,7 +111,9 @@ class PagedWrapper:
         if plan is None:
             raise RuntimeError("run before plan: call plan(...) with the batch first")
         call = call._replace(return_lse=flag("return_lse", call.return_lse))
-        keys, values = self._check_run(call, plan)
+        call.check(plan)
+        keys, values = cache_views(call.paged_kv_cache, self._kv_layout)
+        plan.lists.check_pages(keys.shape[0])
         q, scale = call.q, plan.form.scale
         if call.q_scale is not None:
             scale *= number("q_scale", call.q_scale)
@@ -155,45 +136,6 @@ class PagedWrapper:
         if natural is None:
             return output
         return output, torch.mul(natural, LOG2_E, out=call.lse)
-
-    def _check_run(self, call: RunArguments, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-        """The views of the cache, once the arguments that no layer sees are checked."""
-        check_tensors(q=call.q)
-        if call.q.dim() < 2:
-            raise ContractError(
-                f"q has shape {tuple(call.q.shape)}; it must be [tokens, heads, head_dim]"
-            )
-        left = plan.form.window_left
-        if call.window_left is not None and integer("window_left", call.window_left, -1) != left:
-            raise ValueError(
-                f"window_left={call.window_left} differs from window_left={left} of plan"
-            )
-        keys, values = cache_views(call.paged_kv_cache, self._kv_layout)
-        plan.lists.check_pages(keys.shape[0])
-        heads = (call.q.shape[0], plan.spec.num_heads)
-        lse = call.lse
-        if lse is not None:
-            check_tensors(lse=lse)
-        if (
-            lse is not None
-            and call.return_lse
-            and (lse.shape != heads or lse.dtype != torch.float32 or lse.device != call.q.device)
-        ):
-            raise ContractError(
-                f"lse is {lse.dtype} {tuple(lse.shape)} on {lse.device}; it must be torch.float32 "
-                f"{list(heads)} on {call.q.device}",
-                rule="M5",
-            )
-        for name, value in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-            if value is not None and not isinstance(value, torch.Tensor):
-                number(name, value)
-            elif value is not None and not plan.spec.is_kv_quantized and value.numel() != 1:
-                raise ContractError(
-                    f"{name} has shape {tuple(value.shape)}, but the cache is not quantized: give "
-                    "one number",
-                    rule="M9",
-                )
-        return keys, values
 
     def _override(
         self, causal: bool, window_left: int, logits_soft_cap: float | None, sm_scale: float | None
