@@ -30,11 +30,14 @@ class BatchPlan:
 
 
 def pack(states: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-    """`[B, H, T, D]` as `[B * T, H, D]`, or the rows at `indices` of it."""
+    """`[B, H, T, D]` as `[B * T, H, D]`, or the rows at `indices` of it. Layers require that the
+    last stride is 1, which is not so for heads of channels (Florence 2)."""
     if states.shape[2] == 1:  # one operation instead of two
         rows = states.select(2, 0)
     else:
         rows = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
     return rows if indices is None else rows.index_select(0, indices)
 
 

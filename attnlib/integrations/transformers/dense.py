@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers.batch_plan import pack
 from attnlib.integrations.transformers.layers import (
     Call,
     builder_for,
@@ -144,8 +145,7 @@ def _attend_by_query_bias(call: Call, rows: torch.Tensor) -> torch.Tensor:
         + tokens
     )
     metadata = builder_for(layer.backend, spec, device).build(0, common)
-    flat = call.query.transpose(1, 2).reshape(batch * queries, heads, -1)
-    out: torch.Tensor = layer(flat, None, None, cache, metadata)
+    out: torch.Tensor = layer(pack(call.query, None), None, None, cache, metadata)
     return out.view(batch, queries, heads, -1)
 
 

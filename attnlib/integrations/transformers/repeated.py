@@ -185,11 +185,11 @@ def _bind(
 ) -> None:
     """Take the launcher of the call that has just run, for calls with these tensors. It reads their
     addresses, so that packed queries must be a view."""
-    (batch, _, queries, _), (row, _, token, _) = query.shape, query.stride()
+    (batch, _, queries, _), (row, _, token, element) = query.shape, query.stride()
     recent = plan.metadata.recent_plan
     if recent is None or recent.call is None or plan.queries is not None:
         return
-    if batch > 1 and queries > 1 and row != queries * token:
+    if element != 1 or (batch > 1 and queries > 1 and row != queries * token):
         return
     bound.group = recent.group
     # The views of a cache begin where its keys and values do, and only addresses are read.

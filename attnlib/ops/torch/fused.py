@@ -1,10 +1,11 @@
 """torch's fused CPU attention, with its LSE.
 
 `scaled_dot_product_attention` does not return the log-sum-exp that sinks and splits need, so this
-module calls the operator that implements it. Three properties of that operator matter here: K and V
-need one head size; its causal mask is aligned to the top left; it returns 0 with an LSE of 0 for
-rows that see no key. It supports grouped heads, but reads K and V once per query head; a few query
-rows are therefore stacked per KV head, so that K and V are read once.
+module calls the operator that implements it. Four properties of that operator matter here: K and V
+need one head size; it takes the last stride for 1, whatever it is; its causal mask is aligned to the
+top left; it returns 0 with an LSE of 0 for rows that see no key. It supports grouped heads, but
+reads K and V once per query head; a few query rows are therefore stacked per KV head, so that K and
+V are read once.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class FusedQuery:
                 bias only.
         """
         key, value = (
-            x if (x.dtype, x.shape[3]) == (self.dtype, self.padded_size) else self._as_computed(x)
+            x
+            if (x.dtype, x.shape[3], x.stride(3)) == (self.dtype, self.padded_size, 1)
+            else self._as_computed(x)
             for x in (key, value)
         )
         bias = None if self._bias is None else self._bias[..., keys]
@@ -177,9 +180,11 @@ def _combine(states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """`tensor` with zeros appended to its last dimension, up to `size`."""
+    """`tensor` with zeros appended to its last dimension, up to `size`; its last stride is 1."""
     padding = size - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
+    if padding:
+        tensor = torch.nn.functional.pad(tensor, (0, padding))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _per_query_head(factor: Tensor, group: int) -> Tensor:

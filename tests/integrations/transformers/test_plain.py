@@ -136,6 +136,28 @@ def test_keys_and_values_in_the_same_memory() -> None:
     torch.testing.assert_close(found, dense(query, key, key, causal=True, window=None))
 
 
+@pytest.mark.parametrize("mask", [None, "square", "4D"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_elements_that_are_not_adjacent(
+    position: int, queries: int, mask: str | None, backend: str
+) -> None:
+    """Such as the heads of channels of Florence 2: no kernel reads them, and torch's fused operator
+    would read other memory."""
+    keys = queries if mask == "square" else 5
+    tensors = list(states(queries, keys))
+    visible = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    visible[..., 1:2] = False  # no kernel argument expresses it
+    given = visible if mask else None
+    wanted = dense(*tensors, causal=True, window=None)
+    if mask:
+        wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, visible).transpose(1, 2)
+    tensors[position] = tensors[position].transpose(2, 3).contiguous().transpose(2, 3)
+    assert tensors[position].stride(3) > 1 or tensors[position].shape[2] == 1
+    found, _ = attnlib_attention(Module().eval(), *tensors, given)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_cache_of_another_dtype_is_refused(tokens: int, backend: str) -> None:
     """A model that is converted after its cache was filled."""

@@ -287,6 +287,19 @@ def test_strided_query_and_output(operation: Any) -> None:
 
 
 @pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
+@pytest.mark.parametrize("contiguous_pages", [False, True])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_elements_that_are_not_adjacent(
+    operation: Any, contiguous_pages: bool, position: int
+) -> None:
+    """The fused operator of torch would read other memory."""
+    case = make_case((1, 1, 4), (9, 20, 7), contiguous_pages=contiguous_pages)
+    tensors = list(case.tensors)
+    tensors[position] = torch.stack([tensors[position]] * 2, dim=-1)[..., 0]
+    type(case)(tuple(tensors), case.kwargs).check(operation)
+
+
+@pytest.mark.parametrize("operation", [paged_prefill, paged_decode])
 @pytest.mark.parametrize("kwargs", [{}, {"logits_soft_cap": 2.0}, {"sinks": SINKS[:4]}])
 def test_same_call_same_bits(operation: Any, kwargs: dict[str, Any]) -> None:
     """M8: the same call twice gives the same bits."""

@@ -68,6 +68,18 @@ def test_features(
         torch.testing.assert_close(lse.double(), wanted[1], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_elements_that_are_not_adjacent(position: int) -> None:
+    """The fused operator of torch would read other memory."""
+    tensors = [torch.randn(7, heads, 8) for heads in (4, 2, 2)]
+    starts, out = torch.tensor([0, 5, 7], dtype=torch.int32), torch.empty(7, 4, 8)
+    wanted = naive_varlen_attention(*tensors, starts, starts, scale=0.3, causal=True)
+    tensors[position] = torch.stack([tensors[position]] * 2, dim=-1)[..., 0]
+    options = {"scale": 0.3, "causal": True, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    call_operation(varlen_prefill, *tensors, starts, starts, **options, out=out)
+    torch.testing.assert_close(out.double(), wanted[0], atol=2e-5, rtol=2e-5)
+
+
 def test_no_requests() -> None:
     """M7: no requests."""
     starts = torch.zeros(1, dtype=torch.int32)
