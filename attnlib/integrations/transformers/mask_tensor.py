@@ -52,10 +52,11 @@ class MaskTensor(torch.Tensor):
     def evaluated(self) -> torch.Tensor:
         """The values `[B, 1, T, S]`; computed once, so that writes to them are kept."""
         if self._cached is None:
-            visible = self.step.dense().to(self.device)
-            hidden = torch.finfo(self.dtype).min
-            self._cached = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self._cached.masked_fill_(~visible, hidden)
+            with torch.inference_mode(False), torch.no_grad():  # so that it counts writes
+                visible = self.step.dense().to(self.device)
+                hidden = torch.finfo(self.dtype).min
+                self._cached = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                self._cached.masked_fill_(~visible, hidden)
             self._cached_version = tensor_writes(self._cached)
         return self._cached
 

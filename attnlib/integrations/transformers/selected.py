@@ -17,6 +17,7 @@ from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.dense import attend_dense
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.layers import Call, layer_for, layer_name
+from attnlib.integrations.transformers.mask_values import step_of_values
 from attnlib.integrations.transformers.pages import token_pages
 from attnlib.integrations.transformers.plain import mask_of
 from attnlib.integrations.transformers.step_batches import paged_plan
@@ -39,15 +40,18 @@ def attend_selected(call: Call, mask: torch.Tensor | None, kwargs: dict[str, Any
 
     Args:
         call: the attention call.
-        mask: as in `plain.attend_plain`; a causal mask, with or without padding.
+        mask: as in `plain.attend_plain`; a causal mask, with or without padding. A tensor
+            `[B or 1, 1, T, S]` is compared with such masks, which synchronizes on a GPU.
         kwargs: `indices` or `block_indices`.
 
     Raises:
         UnsupportedConfigError: a mask that is not causal, or lists of another form.
     """
     found = read_mask(mask)
-    if isinstance(found, torch.Tensor) and found.dim() == 4:
-        raise _unsupported(call, "the mask is a tensor [B, heads, T, S]")
+    if isinstance(found, torch.Tensor) and found.dim() == 4:  # such as that of compiled code
+        found = step_of_values(found, call.query, call.key, None)
+        if found is None:
+            raise _unsupported(call, "the mask is a tensor [B, heads, T, S] of another form")
     step = found if isinstance(found, StepMask) else mask_of(call, found)
     step.check(call.query, call.key)
     pattern, rows = step.pattern, step.rows()

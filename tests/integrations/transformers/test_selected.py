@@ -80,6 +80,27 @@ def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert (everything - eager[0]).abs().max() > 1.0
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_masks_that_come_as_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of compiled code, of inference mode, and of a user."""
+    counted: list[int] = []
+    model = _model(name, counted, monkeypatch)
+    ids = torch.randint(2, 60, (2, 15), generator=torch.Generator().manual_seed(0))
+    left = torch.ones_like(ids)
+    left[0, :6] = 0
+    causal = torch.ones(15, 15, dtype=torch.bool).tril() & left[:, None, None].bool()
+    with installed(), torch.no_grad():
+        expected = model(ids, attention_mask=left).logits[left.bool()]
+        model.set_attn_implementation("attnlib")
+        compiled = torch.compile(model, backend="eager")
+        found = [compiled(ids, attention_mask=left).logits, model(ids, attention_mask=causal).logits]
+        with torch.inference_mode():
+            found.append(model(ids, attention_mask=left).logits)
+    assert len(counted) == 3 * model.config.get_text_config().num_hidden_layers
+    for logits in found:
+        torch.testing.assert_close(logits[left.bool()], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_selection_changes_the_result() -> None:
     """One selected key: the output is its value; a later key shows nothing (M5)."""
     query, key, value = states()
@@ -95,7 +116,7 @@ def test_a_selection_changes_the_result() -> None:
 
 def test_what_has_no_selection_is_refused() -> None:
     call = (Module().eval(), *states())
-    rows = call[1].shape[2]
+    rows, keys = call[1].shape[2], call[2].shape[2]
     indices = torch.zeros(1, rows, 1, dtype=torch.long)
     for arguments, message in (
         ({"attnlib_step": object()}, "in a paged cache; use generate with attn_implementation="),
@@ -103,7 +124,7 @@ def test_what_has_no_selection_is_refused() -> None:
         ({"cu_seq_lens_q": torch.zeros(2)}, "of packed sequences"),
         ({"position_bias": torch.zeros(1, 2, rows, rows)}, "with a position bias"),
         ({"output_attentions": True}, "does not return"),
-        ({"attention_mask": torch.ones(1, 1, rows, rows).bool()}, "the mask is a tensor"),
+        ({"attention_mask": torch.rand(1, 1, rows, keys)}, "the mask is a tensor"),
         ({"is_causal": False}, "is not causal"),
     ):
         with pytest.raises(UnsupportedConfigError, match=message):
