@@ -67,7 +67,8 @@ class Buffers:
         capacity = _with_room(tokens)
         if window is not None and capacity > window:
             capacity = _with_room(window)  # as when the window is full, so that strides stay
-        with torch.inference_mode(False):  # writable in and outside of inference mode
+        # Writable in and outside of inference mode, whose end alone would record gradients.
+        with torch.inference_mode(False), torch.no_grad():
             keys, values = (
                 torch.cat((old, new, _first_repeated(old, capacity - tokens)), 2)
                 for old, new in zip(kept, states, strict=True)

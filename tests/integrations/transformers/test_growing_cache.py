@@ -279,6 +279,17 @@ def test_tensors_that_autograd_has_saved() -> None:
     assert torch.isfinite(weight.grad).all()
 
 
+def test_a_prompt_with_gradients_leaves_none_in_the_buffers() -> None:
+    """The buffers would keep its graph, and could not be copied."""
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    cache = started(model).past_key_values
+    assert cache.layers[0].keys.requires_grad
+    decoded(model, cache, [7, 8])
+    assert not any(x.keys.requires_grad or x.values.requires_grad for x in cache.layers)
+    copy.deepcopy(cache)
+
+
 def test_a_reset_cache_grows_again() -> None:
     model = randomized(MODELS["llama"]())
     model.set_attn_implementation("attnlib")
