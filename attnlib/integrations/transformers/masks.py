@@ -20,6 +20,7 @@ import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers.described_mask import describe_tensor
+from attnlib.integrations.transformers.eager_models import take_masks_of_numbers
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 from attnlib.integrations.transformers.single_query import counted_mask, single_query_mask
@@ -58,8 +59,8 @@ def attnlib_mask(
         options: further arguments of the mask function of sdpa.
 
     Returns:
-        `[B, 1, T, S]`: a plain tensor for static caches and in compiled code, a `MaskTensor` for
-        others; None where every query sees every key.
+        `[B, 1, T, S]`: a plain tensor for static caches and in compiled code, bool if the model is
+        known to take such masks, a `MaskTensor` for others; None where every query sees every key.
 
     Raises:
         ContractError: `attention_mask` is not `[B, tokens]`.
@@ -73,6 +74,7 @@ def attnlib_mask(
         "kv_offset": kv_offset,
         "mask_function": mask_function,
         "attention_mask": attention_mask,
+        "dtype": dtype if dtype.is_floating_point else torch.float32,
         "use_vmap": use_vmap,
         "device": device,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
@@ -84,7 +86,7 @@ def attnlib_mask(
         return _traced_mask(given)
     if attention_mask is not None:
         _check_padding(attention_mask, batch_size)
-    return _described(given, dtype if dtype.is_floating_point else torch.float32)
+    return _described(given)
 
 
 def _traced_mask(given: dict[str, Any]) -> torch.Tensor | None:
@@ -103,7 +105,7 @@ def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
     if torch.compiler.is_compiling() or torch._C._is_tracing() or given["q_length"] != 1:
         return None
     pattern, padding = recognize(function), given["attention_mask"]
-    if pattern is None or not pattern.causal:
+    if pattern is None or not pattern.causal or _takes_numbers(given):
         return None
     if torch.is_inference_mode_enabled():  # its tensors do not count writes
         return None
@@ -118,12 +120,11 @@ def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
     return None if mask is None else describe_tensor(mask, step)
 
 
-def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None:
+def _described(given: dict[str, Any]) -> torch.Tensor | None:
     """The mask of a step that is not compiled.
 
     Args:
         given: arguments of the mask function.
-        dtype: of a `MaskTensor`.
     """
     function, padding = given["mask_function"], given["attention_mask"]
     pattern = Pattern(True, Window(None, 0)) if function is None else recognize(function)
@@ -137,6 +138,8 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
         and given.get("allow_is_causal_skip") is False
         and _is_window(pattern)
     )
+    if is_plain and _takes_numbers(given):
+        return evaluated_mask(given | {"allow_is_causal_skip": False})
     if is_plain and given["q_length"] == 1 and _is_cuda(given["device"]):
         mask = _values(given, partial(counted_mask, pattern, given))
         if mask is not None:  # reading the counter would wait
@@ -153,7 +156,7 @@ def _described(given: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None
         given["use_vmap"],
     )
     mask = _values(given, partial(single_query_mask, step)) if is_plain else None
-    return MaskTensor(step, dtype) if mask is None else describe_tensor(mask, step)
+    return MaskTensor(step, given["dtype"]) if mask is None else describe_tensor(mask, step)
 
 
 def _shown(mask: torch.Tensor) -> StepMask:
@@ -164,6 +167,11 @@ def _shown(mask: torch.Tensor) -> StepMask:
     return StepMask(
         causal, batch, 1, keys, keys - 1, attention_mask=visible, device=mask.device, is_static=True
     )
+
+
+def _takes_numbers(given: dict[str, Any]) -> bool:
+    found: bool = take_masks_of_numbers(type(given.get("config")).__module__)
+    return found
 
 
 def _is_cuda(device: torch.device | str) -> bool:

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from attnlib.integrations.transformers.autocast import as_eager_casts
-from attnlib.integrations.transformers.eager_models import calls_need_masks, is_causal_module
+from attnlib.integrations.transformers.eager_models import (
+    calls_need_masks,
+    is_causal_module,
+    take_masks_of_numbers,
+)
 from attnlib.integrations.transformers.opaque import attend_opaquely
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded_in_trace
 from attnlib.integrations.transformers.token_terms import is_by_token
@@ -108,7 +112,8 @@ def traced_attention(
 
 
 def evaluated_mask(given: dict[str, Any]) -> torch.Tensor | None:
-    """The mask of transformers for sdpa: `[B, 1, T, S]` bool, or None where causality says all.
+    """The mask of transformers for sdpa: `[B, 1, T, S]` bool, or None where causality says all; for
+    models that may add it to scores themselves that of eager attention.
 
     Args:
         given: arguments of the mask function.
@@ -118,10 +123,11 @@ def evaluated_mask(given: dict[str, Any]) -> torch.Tensor | None:
     if given.get("mask_function") is None:
         given = given | {"mask_function": causal_mask_function}
     # Without a mask, the last query is at the last key; for sdpa the first is at the first.
-    is_suffix = given["q_length"] != given["kv_length"]
-    if given["q_length"] != 1 and (
-        is_suffix or calls_need_masks(type(given.get("config")).__module__)
-    ):
+    is_suffix, config = given["q_length"] != given["kv_length"], type(given.get("config"))
+    if given["q_length"] != 1 and (is_suffix or calls_need_masks(config.__module__)):
         given = given | {"allow_is_causal_skip": False}
     mask: torch.Tensor | None = sdpa_mask(**given)
+    if mask is not None and take_masks_of_numbers(config.__module__):
+        dtype = given["dtype"]
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     return mask
