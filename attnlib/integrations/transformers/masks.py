@@ -210,7 +210,17 @@ def refuse_export() -> None:
         UnsupportedConfigError: the model is being exported or traced.
     """
     if torch.compiler.is_exporting() or torch._C._is_tracing():
-        raise UnsupportedConfigError(
-            "attnlib plans each batch on the host, which torch.export and torch.jit.trace cannot "
-            "record: export the model with attn_implementation='eager'"
-        )
+        _refuse_export()
+
+
+_NO_EXPORT = (
+    "attnlib plans each batch on the host, which torch.export and torch.jit.trace cannot record: "
+    "export the model with attn_implementation='eager'"
+)
+
+
+@torch.compiler.disable(reason=_NO_EXPORT)  # type: ignore[untyped-decorator, no-untyped-call]
+def _refuse_export() -> None:
+    """Not traced by a strict export, which reports how it fails to trace an exception; it shows the
+    reason of a function that is not traced."""
+    raise UnsupportedConfigError(_NO_EXPORT)

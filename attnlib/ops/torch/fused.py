@@ -2,8 +2,8 @@
 
 `scaled_dot_product_attention` does not return the log-sum-exp that sinks and splits need, so this
 module calls the operator that implements it. Four properties of that operator matter here: K and V
-need one head size; it takes the last stride for 1, whatever it is; its causal mask is aligned to the
-top left; it returns 0 with an LSE of 0 for rows that see no key. It supports grouped heads, but
+need one head size; it takes the last stride for 1, whatever it is; its causal mask is aligned to
+the top left; it returns 0 with an LSE of 0 for rows that see no key. It supports grouped heads, but
 reads K and V once per query head; a few query rows are therefore stacked per KV head, so that K and
 V are read once.
 """

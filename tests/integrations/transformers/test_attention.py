@@ -136,3 +136,11 @@ def test_export_and_tracing_are_refused(how: str) -> None:
             torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
         else:
             torch.jit.trace(lambda tokens: model(tokens, use_cache=False).logits, ids)
+
+
+def test_a_strict_export_names_the_reason() -> None:
+    """Dynamo does not trace the exception; it showed how it failed to."""
+    model, ids = decoder("llama"), torch.tensor(prompts(4))
+    model.set_attn_implementation("attnlib")
+    with pytest.raises(Exception, match="reason: attnlib plans each batch on the host.*'eager'"):
+        torch.export.export(model, (ids,), {"use_cache": False}, strict=True)

@@ -93,7 +93,10 @@ def test_masks_that_come_as_values(name: str, monkeypatch: pytest.MonkeyPatch) -
         expected = model(ids, attention_mask=left).logits[left.bool()]
         model.set_attn_implementation("attnlib")
         compiled = torch.compile(model, backend="eager")
-        found = [compiled(ids, attention_mask=left).logits, model(ids, attention_mask=causal).logits]
+        found = [
+            compiled(ids, attention_mask=left).logits,
+            model(ids, attention_mask=causal).logits,
+        ]
         with torch.inference_mode():
             found.append(model(ids, attention_mask=left).logits)
     assert len(counted) == 3 * model.config.get_text_config().num_hidden_layers
