@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
 from attnlib.layer.call import LayerCall
@@ -92,18 +92,19 @@ def _attend(
     lse: Tensor,
 ) -> None:
     """Attention to the keys and values of some latents of every request."""
-    projection = latent_attention.projection
+    projection, key_size = latent_attention.projection, latent_attention.key_size
     size, heads = latent_attention.spec.head_size_v, latent_attention.spec.num_heads
-    both = nn.functional.linear(latents[:, :size], projection.flatten(0, 1))
-    both = both.view(-1, heads, projection.shape[1])
-    keys, values = both[..., : latent_attention.key_size], both[..., latent_attention.key_size :]
-    rotary = latents[:, None, size:].expand(-1, heads, -1)
-    keys = torch.cat((keys, rotary), dim=-1).view(-1, _BLOCK, heads, query.shape[2])
-    values = values.view(-1, _BLOCK, heads, latent_attention.head_size_v)
+    keys = query.new_empty(latents.shape[0], heads, query.shape[2])
+    values = query.new_empty(latents.shape[0], heads, latent_attention.head_size_v)
+    # A product of each head writes between the rotary parts, which a concatenation would copy.
+    of_heads, weights = latents[:, :size].expand(heads, -1, -1), projection.transpose(1, 2)
+    torch.bmm(of_heads, weights[..., :key_size], out=keys[..., :key_size].transpose(0, 1))
+    torch.bmm(of_heads, weights[..., key_size:], out=values.transpose(0, 1))
+    keys[..., key_size:] = latents[:, None, size:]
     operation("paged_prefill", "paged_prefill", query)(
         query,
-        keys,
-        values,
+        keys.view(-1, _BLOCK, heads, keys.shape[2]),
+        values.view(-1, _BLOCK, heads, values.shape[2]),
         rows.table,
         batch.query_start_loc,
         rows.lengths,
@@ -114,6 +115,7 @@ def _attend(
         lse=lse,
         query_start_loc_cpu=batch.query_start_loc_cpu,
         seq_lens_cpu=rows.lengths_cpu,
+        counters=rows.counters,
     )
 
 
@@ -127,6 +129,7 @@ class _Rows(NamedTuple):
         table: `[R, most blocks]` int32.
         lengths: `[R]` int32, rows of each request; `lengths_cpu` is its host copy.
         longest: the longest request.
+        counters: `[2]` int32 zeros, with which the kernel distributes work.
     """
 
     place: tuple[Any, ...]
@@ -134,6 +137,7 @@ class _Rows(NamedTuple):
     lengths: Tensor
     lengths_cpu: Tensor
     longest: int
+    counters: Tensor
 
 
 def _plan(batch: PagedMetadata, context_tokens: int, block_size: int) -> list[_Rows]:
@@ -186,13 +190,14 @@ def _in_blocks(
     index = firsts[requests] + torch.where(offsets < lengths[requests], offsets, 0)
     columns = torch.arange(int(blocks.amax()), device="cpu")
     table = torch.where(columns < blocks[:, None], begins[:, None] + columns, 0)
-    lengths_cpu = lengths.int()
+    lengths_cpu, counters = lengths.int(), torch.zeros(2, dtype=torch.int32, device="cpu")
     # From pinned memory: other copies of this size wait for the kernels before them.
-    host = [torch.stack((index, requests)), table.int(), lengths_cpu]
+    host = [torch.stack((index, requests)), table.int(), lengths_cpu, counters]
     if block_table.is_cuda:
         host = [each.pin_memory() for each in host]
-    both, table, on_device = (each.to(block_table.device, non_blocking=True) for each in host)
+    both, *others = (each.to(block_table.device, non_blocking=True) for each in host)
     place: tuple[Any, ...] = (both[0],)
     if block_size is not None:
         place = block_table[both[1], both[0] // block_size].long(), both[0] % block_size, 0
-    return _Rows(place, table, on_device, lengths_cpu, int(lengths.amax()))
+    table, lengths_there, counters = others
+    return _Rows(place, table, lengths_there, lengths_cpu, int(lengths.amax()), counters)

@@ -19,6 +19,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.layer import Attention
+from attnlib.layer.checks import refuse_gradients
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.mla.expanded import attend_expanded
@@ -128,11 +129,11 @@ class LatentAttention(nn.Module):
             ContractError: as `Attention.forward`.
         """
         self._check(query, latent)
-        if self.spec.key_selection is not None or selected_keys is not None:
-            return self._absorbed(query, latent, cache, metadata, selected_keys)
-        prefills = self._expanded_part(metadata, cache)
+        refuse_gradients(query, latent, self.projection)
+        selects = self.spec.key_selection is not None or selected_keys is not None
+        prefills = None if selects else self._expanded_part(metadata, cache)
         if prefills is None:
-            return self._absorbed(query, latent, cache, metadata)
+            return self._absorbed(query, latent, cache, metadata, selected_keys)
         decodes, split = metadata.decode_metadata, metadata.num_decode_tokens
         out = query.new_empty(query.shape[0], query.shape[1], self.head_size_v)
         if decodes is not None:
@@ -146,14 +147,14 @@ class LatentAttention(nn.Module):
 
     def _check(self, query: Tensor, latent: Tensor) -> None:
         spec = self.spec
-        rotary = spec.head_size - spec.head_size_v
+        rotary, tokens = spec.head_size - spec.head_size_v, query.shape[0]
         for name, tensor, sizes in (
             ("query", query, (spec.num_heads, self.key_size + rotary)),
             ("latent", latent, (spec.head_size,)),
         ):
-            if tensor.shape[1:] != sizes:
+            if tensor.shape != (tokens, *sizes):
                 raise ContractError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, "
+                    f"{name} has shape {tuple(tensor.shape)}; it must be [tokens={tokens}, "
                     f"{', '.join(map(str, sizes))}]",
                     rule="M12",
                 )

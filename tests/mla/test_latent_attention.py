@@ -130,6 +130,18 @@ def test_rows_past_the_tokens_become_0(expand_from: int | None) -> None:
     torch.testing.assert_close(found, nn.functional.pad(wanted, (0, 0, 0, 0, 0, 3)))
 
 
+@pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
+def test_weights_that_need_gradients_are_refused(expand_from: int | None) -> None:
+    """They would get none."""
+    module, call, _ = _step([1, 20], [9, 50], expand_from=expand_from)
+    wanted = module(*call)
+    module.projection = nn.Parameter(module.projection)
+    with pytest.raises(ContractError, match="requires a gradient"):
+        module(*call)
+    with torch.no_grad():
+        assert torch.equal(module(*call), wanted)
+
+
 def test_a_sink_counts_once() -> None:
     """M4: in the state of the new tokens, not again in each chunk of the context."""
     sinks = torch.tensor([0.5, -1.0, 3.0])
@@ -167,8 +179,12 @@ def test_bad_calls_are_refused_before_a_write(expand_from: int | None) -> None:
     module, (query, latent, cache, metadata), _ = _step([20], [20], expand_from=expand_from)
     before = cache.key_cache.clone()
     for call, message in (
-        ((query[..., 1:], latent), r"query has shape \(20, 3, 39\); it must be \[tokens, 3, 40\]"),
-        ((query, latent[:, 1:]), r"latent has shape \(20, 63\); it must be \[tokens, 64\]"),
+        (
+            (query[..., 1:], latent),
+            r"query has shape \(20, 3, 39\); it must be \[tokens=20, 3, 40\]",
+        ),
+        ((query, latent[:, 1:]), r"latent has shape \(20, 63\); it must be \[tokens=20, 64\]"),
+        ((query, latent[1:]), r"latent has shape \(19, 64\); it must be \[tokens=20, 64\]"),
         ((query.double(), latent), "query is torch.float64, the spec says torch.float32"),
     ):
         with pytest.raises(ContractError, match=message):
