@@ -20,7 +20,7 @@ from attnlib.cache.prefix_tree import (
     token_count,
 )
 from attnlib.errors import ContractError
-from attnlib.ops.addresses import as_count, as_ids
+from attnlib.ops.addresses import as_count, as_id, as_ids
 
 __all__ = ["BlockAllocator", "PrefixHit", "TokenIds", "as_tokens"]
 
@@ -179,6 +179,7 @@ class BlockAllocator:
                 fill, or `token_ids` that are not integers; nothing is committed.
         """
         full = (count := token_count(token_ids)) // self.block_size
+        block_ids = as_ids("block_ids", block_ids)
         if full > len(block_ids):
             raise ContractError(
                 f"{count} tokens fill {full} blocks of {self.block_size}, but only "
@@ -218,6 +219,7 @@ class BlockAllocator:
         Raises:
             ContractError: a block without references, or `token_ids` that are not integers.
         """
+        block_id = as_id("block", block_id)
         block = self._pool.held(block_id, "commit")
         chunk = token_ids if isinstance(token_ids, Label) else as_tokens(token_ids)
         return None if block.content else self._pool.commit(parent, chunk, block_id)
@@ -237,6 +239,7 @@ class BlockAllocator:
             ContractError: a block without references.
             CacheExhaustedError: the block is shared and no block is free.
         """
+        block_id = as_id("block", block_id)
         block = self._pool.held(block_id, "write")
         if block.references == 1:
             self._pool.forget(block_id)

@@ -120,7 +120,7 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int], behind_window: bool) -> None:
         """See `BlockAllocator.free`."""
-        ids = as_ids("block_ids", block_ids)
+        ids = [as_id("block", block_id) for block_id in as_ids("block_ids", block_ids)]
         for block_id, count in Counter(ids).items():
             references = self.held(block_id, "free").references
             if references < count:
@@ -147,7 +147,7 @@ class BlockPool:
         Raises:
             ContractError: a block that has neither references nor content; none is added.
         """
-        ids = list(block_ids)
+        ids = [as_id("block", block_id) for block_id in as_ids("block_ids", block_ids)]
         for block_id in ids:
             block = self.block(block_id)
             if not block.references and block_id not in self._idle and block_id not in self._seldom:

@@ -205,6 +205,38 @@ def test_tokens_of_any_integer_type_hit_the_prefix_cache(convert) -> None:
 
 
 @pytest.mark.parametrize(
+    "convert",
+    [torch.tensor, lambda ids: list(torch.tensor(ids)), lambda ids: torch.tensor(ids).numpy()],
+    ids=["tensor", "list of 0-d tensors", "numpy array"],
+)
+def test_block_ids_of_any_integer_type_are_the_same_blocks(convert) -> None:
+    """Rows of a block table can be given back: two tensors of one id are one block, a block that
+    was freed by a tensor is found again, and `allocate` returns integers."""
+    pool = BlockAllocator(4, 2)
+    tokens, blocks = list(range(8)), pool.allocate(4)
+    with pytest.raises(ContractError, match="block 0 is freed 2 times, but has 1 references"):
+        pool.free(convert([blocks[0]] * 2))
+    pool.retain(convert(blocks))
+    pool.commit(tokens, convert(blocks))
+    pool.free(convert(blocks))
+    pool.free(convert(blocks[::-1]), behind_window=True)
+    assert pool.acquire_prefix(tokens).block_ids == tuple(blocks[:3])
+    pool.free(blocks[:3])
+    pool.acquire(convert(blocks[:2]))
+    assert [pool.ref_count(block) for block in convert(blocks)] == [1, 1, 0, 0]
+    pool.retain(blocks[:1])
+    fresh, pair = pool.make_writable(convert(blocks[:1])[0])
+    assert type(fresh) is int and [type(block) for block in pair] == [int, int]
+    assert pool.make_writable(convert(blocks[:1])[0]) == (blocks[0], None)
+    assert pool.commit_block(pool.start_of(), [7, 7], convert(blocks[:1])[0]).block == blocks[0]
+    assert [type(block) for block in pool.allocate(1)] == [int]
+    with pytest.raises(ContractError, match="block_ids=None is a NoneType"):
+        pool.commit(tokens, None)
+    with pytest.raises(ContractError, match="block_ids=3 is a int"):
+        pool.acquire(3)
+
+
+@pytest.mark.parametrize(
     "tokens", [torch.zeros(9), torch.zeros(3, 3, dtype=torch.int64), [0.0] * 9]
 )
 def test_tokens_that_are_not_integers_are_refused(tokens) -> None:
