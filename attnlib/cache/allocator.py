@@ -179,8 +179,7 @@ class BlockAllocator:
                 fill, or `token_ids` that are not integers; nothing is committed.
         """
         full = (count := token_count(token_ids)) // self.block_size
-        block_ids = as_ids("block_ids", block_ids)
-        if full > len(block_ids):
+        if full > len(block_ids := as_ids("block_ids", block_ids)):
             raise ContractError(
                 f"{count} tokens fill {full} blocks of {self.block_size}, but only "
                 f"{len(block_ids)} blocks are given"
@@ -219,8 +218,7 @@ class BlockAllocator:
         Raises:
             ContractError: a block without references, or `token_ids` that are not integers.
         """
-        block_id = as_id("block", block_id)
-        block = self._pool.held(block_id, "commit")
+        block = self._pool.held(block_id := as_id("block", block_id), "commit")
         chunk = token_ids if isinstance(token_ids, Label) else as_tokens(token_ids)
         return None if block.content else self._pool.commit(parent, chunk, block_id)
 
@@ -239,8 +237,7 @@ class BlockAllocator:
             ContractError: a block without references.
             CacheExhaustedError: the block is shared and no block is free.
         """
-        block_id = as_id("block", block_id)
-        block = self._pool.held(block_id, "write")
+        block = self._pool.held(block_id := as_id("block", block_id), "write")
         if block.references == 1:
             self._pool.forget(block_id)
             return block_id, None

@@ -155,6 +155,12 @@ class EngineLayouts:
         if isinstance(paged_kv_cache, torch.Tensor):
             key, value = keys_and_values("paged_kv_cache", paged_kv_cache)
         else:
+            if not isinstance(paged_kv_cache, list | tuple) or len(paged_kv_cache) != 2:
+                raise ContractError(
+                    f"paged_kv_cache is a {type(paged_kv_cache).__name__}; it must be one tensor, "
+                    "or a pair of keys and values",
+                    rule="P1",
+                )
             key, value = paged_kv_cache
             for name, view in (("paged_k_cache", key), ("paged_v_cache", value)):
                 check_shape(name, view, 4, "[B, N, Hkv, D] or [B, Hkv, N, D]")

@@ -16,6 +16,9 @@ __all__ = ["by_token", "check_shape", "keys_and_values", "not_paged", "typed"]
 
 def typed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The tensor with the dtype of its elements."""
+    _check_tensor(name, tensor)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ContractError(f"dtype={dtype!r} must be a dtype, such as torch.float8_e4m3fn")
     if dtype is None:
         if tensor.dtype == torch.uint8:
             raise ContractError(
@@ -32,7 +35,18 @@ def typed(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.T
     return tensor.view(dtype)
 
 
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        given = getattr(tensor, "layout", type(tensor).__name__)
+        raise ContractError(
+            f"{name} is a {given}; it must be a dense tensor: pass it once the engine has "
+            "allocated its cache",
+            rule="P1",
+        )
+
+
 def check_shape(name: str, tensor: torch.Tensor, dims: int, expected: str) -> None:
+    _check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ContractError(
             f"{name} has shape {tuple(tensor.shape)}; it must be {expected}", rule="P1"
@@ -41,6 +55,7 @@ def check_shape(name: str, tensor: torch.Tensor, dims: int, expected: str) -> No
 
 def keys_and_values(name: str, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two halves along dimension 1."""
+    _check_tensor(name, kv)
     if kv.dim() != 5 or kv.shape[1] != 2:
         raise ContractError(
             f"{name} has shape {tuple(kv.shape)}; it must be [B, 2, N, Hkv, D] or "

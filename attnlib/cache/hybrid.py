@@ -63,17 +63,12 @@ class HybridKVCache:
         num_blocks: int,
         device: torch.device | str | None = None,
     ) -> None:
-        if not isinstance(groups, Mapping):
-            raise ContractError(
-                f"groups is a {type(groups).__name__}; it must be a dictionary from group name to "
-                "KVCacheGroup or StateGroup"
-            )
+        check_groups(groups)
         if not groups or as_id("num_blocks", num_blocks) < 2:
             raise ContractError(
                 f"a pool of {num_blocks} blocks for {len(groups)} groups cannot hold anything: "
                 "block 0 is the null block, so give at least one group and two blocks"
             )
-        check_groups(groups)
         self.groups: dict[str, Any] = dict(groups)
         self.num_blocks = num_blocks
         self.block_bytes = pool_block_bytes(groups)

@@ -17,7 +17,7 @@ from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, check_g
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.prefix_tree import TokenIds, as_tokens, token_count
-from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks
+from attnlib.cache.sequence_blocks import NULL_BLOCK, SequenceBlocks, as_sequence, known_group
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_count
 
@@ -39,9 +39,9 @@ class HybridBlockAllocator:
     def __init__(
         self, groups: Mapping[str, Group], num_blocks: int, *, prefix_caching: bool = True
     ) -> None:
+        check_groups(groups)
         if not groups:
             raise ContractError("an allocator needs at least one group of layers")
-        check_groups(groups)
         self.groups = {n: each for n, each in groups.items() if isinstance(each, KVCacheGroup)}
         smallest = min((group.block_size for group in self.groups.values()), default=1)
         self.pool = BlockAllocator(
@@ -58,7 +58,7 @@ class HybridBlockAllocator:
 
     def num_used_blocks(self, group: str) -> int:
         """Blocks that requests hold for a group of keys; a shared one counts for each holder."""
-        return self._used[group]
+        return self._used[known_group(group, self._used)]
 
     def start(self, token_ids: TokenIds = (), key: Hashable = None) -> SequenceBlocks:
         """The blocks of a new request, with the longest prefix that every group has cached.
@@ -138,7 +138,7 @@ class HybridBlockAllocator:
                 not integers.
         """
         count = token_count(token_ids)
-        states, runs = sequence.states, count > sequence.num_computed
+        states, runs = as_sequence(sequence).states, count > sequence.num_computed
         slots = self._states.missing(states) if runs else {}
         missing = {**sequence.missing(self.groups, count), **slots}
         if count < sequence.num_computed or any(missing.values()):
@@ -163,7 +163,7 @@ class HybridBlockAllocator:
         Raises:
             ContractError: no multiple of `common_block_size`, or no step since the last call.
         """
-        count = sequence.num_computed
+        count = as_sequence(sequence).num_computed
         if not self.groups or not count or count % self.common_block_size:
             raise ContractError(
                 f"a checkpoint after {count} tokens would not be found: end the step at a multiple "
@@ -190,7 +190,7 @@ class HybridBlockAllocator:
         Raises:
             CacheExhaustedError: no block is free for a copy; nothing changes.
         """
-        return fork_sequence(self, sequence)
+        return fork_sequence(self, as_sequence(sequence))
 
     def state_slots(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[LayerSlots]]:
         """Group of states -> slots and sources of a batch, for each layer."""
@@ -198,7 +198,7 @@ class HybridBlockAllocator:
 
     def release(self, sequence: SequenceBlocks) -> None:
         """Free all blocks of a request. It is then empty, like a new one without a prefix."""
-        for name, ids in sequence.blocks.items():
+        for name, ids in as_sequence(sequence).blocks.items():
             held = ids[sequence._freed[name] :]
             self.pool.free(held)
             self._used[name] -= len(held)
@@ -233,7 +233,7 @@ class HybridBlockAllocator:
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Group of keys -> blocks to allocate, and the same of states, or {} where a step writes
         its sources."""
-        keys = sequence.missing(self.groups, as_count("num_tokens", num_tokens))
+        keys = as_sequence(sequence).missing(self.groups, as_count("num_tokens", num_tokens))
         slots = self._states.missing(sequence.states)
         is_short = sum(keys.values()) + sum(slots.values()) > self.num_free_blocks
         return keys, {} if is_short and self._states.owns_sources(sequence.states) else slots

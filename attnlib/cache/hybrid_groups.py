@@ -153,6 +153,11 @@ def check_groups(groups: Mapping[str, Any]) -> None:
     Raises:
         ContractError: names the first that is not.
     """
+    if not isinstance(groups, Mapping):
+        raise ContractError(
+            f"groups is a {type(groups).__name__}; it must be a dictionary from group name to "
+            "KVCacheGroup or StateGroup"
+        )
     for name, group in groups.items():
         if not isinstance(group, KVCacheGroup | StateGroup):
             raise ContractError(

@@ -51,8 +51,7 @@ def rows_of(values: Tensor, starts: Tensor, width: int, name: str) -> Tensor:
 
 def checked_size(name: str, size: int | None, table: Tensor | None = None) -> int:
     """A size given by the caller; None means the number of elements of `table`."""
-    if size is None:
-        assert table is not None  # a default exists for flattened tables only
+    if size is None and table is not None:  # a default exists for flattened tables only
         return table.numel()
     return as_count(name, size)
 
@@ -65,6 +64,10 @@ def check_indices(dtype: torch.dtype, block_size: int, **tensors: tuple[Tensor, 
     as_count("block_size", block_size, 1)
     (first, (reference, _)), *_ = tensors.items()
     for name, (tensor, dims) in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ContractError(
+                f"{name} is a {type(tensor).__name__}; it must be an integer tensor"
+            )
         if tensor.dtype not in integers or tensor.dim() != dims:
             raise ContractError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 or int64 with "

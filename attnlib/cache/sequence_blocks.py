@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from attnlib.cache.hybrid_groups import KVCacheGroup
 from attnlib.cache.hybrid_states import SequenceStates
 from attnlib.cache.prefix_tree import PrefixNode
+from attnlib.errors import ContractError
 
-__all__ = ["NULL_BLOCK", "SequenceBlocks"]
+__all__ = ["NULL_BLOCK", "SequenceBlocks", "as_sequence", "known_group"]
 
 NULL_BLOCK = 0
 """The block that stands for blocks behind a window. It is never allocated."""
@@ -51,3 +52,29 @@ class SequenceBlocks:
         """Tokens that the blocks hold."""
         sizes = (len(self.blocks[name]) * group.block_size for name, group in groups.items())
         return min(sizes, default=0)
+
+
+def as_sequence(sequence: SequenceBlocks) -> SequenceBlocks:
+    """The blocks of a request.
+
+    Raises:
+        ContractError: they are none.
+    """
+    if not isinstance(sequence, SequenceBlocks):
+        raise ContractError(
+            f"sequence is a {type(sequence).__name__}; pass the SequenceBlocks that start returned"
+        )
+    return sequence
+
+
+def known_group(name: str, groups: Mapping[str, object]) -> str:
+    """The name of a group of keys.
+
+    Raises:
+        ContractError: no group has this name; the message lists those that are.
+    """
+    if not isinstance(name, str) or name not in groups:
+        raise ContractError(
+            f"group {name!r} is no group of keys of the pool; they are {', '.join(groups)}"
+        )
+    return name

@@ -11,11 +11,24 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import shortened
 
-__all__ = ["KEY_OF_STATES", "as_folder", "read_file", "refuse_damaged", "write_file"]
+__all__ = ["KEY_OF_STATES", "as_folder", "as_path", "read_file", "refuse_damaged", "write_file"]
 
 KEY_OF_STATES = "attnlib_state_recording"
 """Of the version in files of calls of state layers."""
+
+
+def as_path(folder: str | Path) -> Path:
+    """A folder, which is not created.
+
+    Raises:
+        ContractError: no path.
+    """
+    try:
+        return Path(folder)
+    except TypeError as error:
+        raise ContractError(f"{shortened(folder)} is not a path: {error}") from None
 
 
 def as_folder(folder: str | Path) -> Path:

@@ -25,6 +25,7 @@ from attnlib.cache.states import StateCache
 from attnlib.debug.capture import capture_layer_call
 from attnlib.debug.counted_calls import CountedCalls, StateSampler, new_path
 from attnlib.debug.recording import save_recording
+from attnlib.debug.recording_files import as_path
 from attnlib.debug.shadow_log import ShadowLog, ShadowRecord, difference, rounding_of
 from attnlib.debug.state_calls import capture_state_call, save_state_recording
 from attnlib.debug.state_runs import compare_state_call, run_state_call
@@ -32,6 +33,7 @@ from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS, STATE_OBSERVERS
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.addresses import as_count
 from attnlib.testing.backend_under_test import load_backend
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.outcome import UnsupportedCase
@@ -173,8 +175,8 @@ def shadow(
     Raises:
         ContractError: `every` is less than 1.
     """
-    if every < 1:
-        raise ContractError(f"every={every} must be at least 1 (1 compares every call)")
+    every = as_count("every", every, 1)
+    dump_dir = None if dump_dir is None else as_path(dump_dir)
     loaded = load_backend(backend)
     log, counted = ShadowLog(loaded.get_name()), CountedCalls()
 

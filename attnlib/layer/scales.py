@@ -58,6 +58,9 @@ def set_scales(layer: Attention, key: torch.Tensor, value: torch.Tensor) -> None
     spec = layer.spec
     if not spec.is_kv_quantized or spec.scales_in_page:
         return
+    for name, given in (("key", key), ("value", value)):
+        if not isinstance(given, torch.Tensor):
+            raise ContractError(f"{name} is a {type(given).__name__}; it must be a tensor")
     largest = torch.finfo(spec.kv_dtype).max
     key, value = _as_stored(layer, key, value)
     layer.k_scale = scale_for(key, largest)

@@ -225,6 +225,7 @@ def upper_bound(name: str, bound: int | None, lengths_name: str, lengths: torch.
     longest = largest(lengths)
     if bound is None:
         return longest
+    bound = as_id(name, bound)
     if bound < longest:
         request = int(lengths.argmax())
         raise ContractError(

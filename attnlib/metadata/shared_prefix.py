@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, as_id
 
 __all__ = [
     "SharedPrefix",
@@ -74,6 +75,11 @@ def find_shared_prefixes(
             f"block_table is {list(block_table.shape)} and context_lens "
             f"{list(context_lens.shape)}; they must be [R, max_blocks] and [R]"
         )
+    for name, given in (("block_table", block_table), ("context_lens", context_lens)):
+        if given.is_floating_point():
+            raise ContractError(f"{name} is {given.dtype}; it must hold integers")
+    block_size = as_count("block_size", block_size, 1)
+    min_tokens = as_id("min_tokens", min_tokens)
     blocks = (context_lens.clamp(min=0) // block_size).clamp(max=block_table.shape[1]).tolist()
     table = block_table.tolist()
     found: list[SharedPrefix] = []

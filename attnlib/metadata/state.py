@@ -15,8 +15,10 @@ from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder, M
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.graph_buffers import GraphBuffers, block_size_of
+from attnlib.metadata.host_lengths import check_type
 from attnlib.metadata.query_rows import with_query_rows
 from attnlib.metadata.state_checks import check_fits, check_size
+from attnlib.ops.addresses import as_count
 from attnlib.spec import CudaGraphSupport
 from attnlib.workspace import BatchLimits
 
@@ -55,6 +57,11 @@ class AttentionState(Generic[M]):
         score_columns: int | None = None,
         cross_attention: AttentionState[Any] | None = None,
     ) -> None:
+        if not isinstance(builder, AttentionMetadataBuilder) or not isinstance(limits, BatchLimits):
+            raise ContractError(
+                f"builder is a {type(builder).__name__} and limits a {type(limits).__name__}: pass "
+                "a builder of make_builder, and BatchLimits"
+            )
         if builder.limits is None:
             raise ContractError(
                 f"{type(builder).__name__} has no limits, so it may free a workspace whose address "
@@ -63,8 +70,9 @@ class AttentionState(Generic[M]):
         self.builder = builder
         self.limits = limits
         self.cross_attention = cross_attention
-        blocks = max_blocks or -(-limits.max_seq_len // block_size_of(builder.spec))
-        self.max_blocks = blocks
+        if max_blocks is None:
+            max_blocks = -(-limits.max_seq_len // block_size_of(builder.spec))
+        self.max_blocks = as_count("max_blocks", max_blocks)
         self.buffers = GraphBuffers(builder, limits, self.max_blocks, score_columns)
         self.score_columns = self.buffers.score_columns
 
@@ -96,7 +104,11 @@ class AttentionState(Generic[M]):
             ContractError: the batch exceeds the captured size or the limits, or `causal` or
                 `query_bias` is a tensor.
         """
-        common, tokens = common_attn_metadata.normalized(), padded_num_reqs * query_len
+        check_type(common_attn_metadata)
+        common = common_attn_metadata.normalized()
+        padded_num_reqs = as_count("padded_num_reqs", padded_num_reqs)
+        query_len = as_count("query_len", query_len)
+        tokens = padded_num_reqs * query_len
         common = with_query_rows(common, self.buffers.score_function)
         check_fits(self, common, padded_num_reqs, query_len)
         self.buffers.fill(common, padded_num_reqs, tokens)
@@ -177,6 +189,7 @@ class AttentionState(Generic[M]):
         Args:
             batch_size: requests in the largest batch of the clone.
         """
+        batch_size = as_count("batch_size", batch_size)
         per_request = -(-self.limits.max_num_tokens // self.limits.max_num_reqs)
         limits = BatchLimits(
             max_num_reqs=batch_size,

@@ -243,7 +243,8 @@ def as_count(name: str, count: Any, least: int = 0) -> int:
         ContractError: it is not an integer, or below `least`.
     """
     found = as_id(name, count)
-    if found < least:
-        limit = "not be negative" if least == 0 else f"be at least {least}"
-        raise ContractError(f"{name}={found} must {limit}")
+    if found < least or found >= 2**63:  # torch takes no larger sizes
+        low = f"be at least {least}" if least else "not be negative"
+        limit = low if found < least else "be below 2^63"
+        raise ContractError(f"{name}={shortened(found)} must {limit}")
     return found

@@ -117,6 +117,8 @@ def check_rotation(
 def _check_tables(name: str, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     tokens, _, head_size = heads.shape
     for which, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            raise ContractError(f"{which} is a {type(table).__name__}; pass a tensor [T, half]")
         if table.dim() != 2 or table.shape[0] < tokens or not 0 < 2 * table.shape[1] <= head_size:
             raise ContractError(
                 f"{which} is {tuple(table.shape)}; it must be [T, half] with a row for each of the "

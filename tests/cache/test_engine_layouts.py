@@ -236,3 +236,20 @@ def test_an_ambiguous_cache_is_served_with_its_dimension() -> None:
     memory = torch.arange(2 * 2 * N * H * D, dtype=torch.float32).view(2, 2, N, H, D)
     outer, inner = (Cache.from_vllm(memory, kv_dim=dim) for dim in (0, 1))
     assert torch.equal(outer.key_cache, memory[0]) and torch.equal(inner.key_cache, memory[:, 0])
+
+
+def test_caches_that_are_no_tensors_are_refused() -> None:
+    """An engine has not allocated its cache yet, or names a dtype by text."""
+    make = attnlib.PagedKVCache
+    wrong: Any
+    for wrong in (None, [1, 2], (None, None), torch.zeros(4, 4).to_sparse()):
+        for call in (
+            lambda wrong=wrong: make.from_vllm(wrong),
+            lambda wrong=wrong: make.from_sglang(wrong, wrong, 4),
+            lambda wrong=wrong: make.from_flashinfer(wrong),
+        ):
+            with pytest.raises(ContractError, match="must be (a dense tensor|one tensor|\\[B, 2)"):
+                call()
+    text: Any = "float8_e4m3fn"
+    with pytest.raises(ContractError, match="dtype='float8_e4m3fn' must be a dtype"):
+        make.from_vllm(torch.zeros(2, 4, 4, 2, 8, dtype=torch.uint8), dtype=text)

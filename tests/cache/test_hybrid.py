@@ -267,3 +267,32 @@ def test_a_prefix_survives_the_eviction_of_what_its_windows_do_not_show() -> Non
     for other in range(3):
         assert serve([10_000 * (other + 1) + i for i in range(160)]) == 0
     assert serve(first) == 1024
+
+
+def test_objects_of_other_types_are_refused() -> None:
+    """A request of the engine in place of its blocks, an unknown group, a list of groups."""
+    spec = attnlib.AttentionSpec(num_heads=2, head_size=8, dtype=torch.float32, block_size=4)
+    groups = {"full": KVCacheGroup(spec)}
+    allocator = HybridBlockAllocator(groups, 4)
+    wrong: Any = object()
+    for call in (
+        lambda: allocator.grow(wrong, 1),
+        lambda: allocator.num_missing_blocks(wrong, 1),
+        lambda: allocator.advance(wrong, [1]),
+        lambda: allocator.keep(wrong),
+        lambda: allocator.fork(wrong),
+        lambda: allocator.release(wrong),
+    ):
+        with pytest.raises(ContractError, match="sequence is a object; pass the SequenceBlocks"):
+            call()
+    with pytest.raises(ContractError, match="group 'ful' is no group of keys .* they are full"):
+        allocator.num_used_blocks("ful")
+    make: Any
+    for make in (
+        with_equal_blocks,
+        lambda x: HybridKVCache(x, 4),
+        lambda x: HybridBlockAllocator(x, 4),
+    ):
+        for given in (None, [KVCacheGroup(spec)], torch.zeros(2)):
+            with pytest.raises(ContractError, match="groups is a .* must be a dictionary"):
+                make(given)

@@ -306,6 +306,8 @@ def test_on_a_gpu_nothing_synchronizes(name: str) -> None:
         (lambda t, n: convert.block_table_to_csr(t, n, 4, dtype=torch.int16), "dtype=torch.int16"),
         (lambda t, n: convert.block_table_to_csr(t, n, 4, max_pages=-1), "max_pages=-1"),
         (lambda t, n: convert.block_table_to_csr(t, n.to("meta"), 4), "seq_lens is on meta"),
+        (lambda t, n: convert.block_table_to_csr(t, None, 4), "seq_lens is a NoneType"),
+        (lambda t, n: convert.block_table_to_csr(t, n, 10**30), "block_size=1000.* below 2\\^63"),
         (lambda t, n: convert.csr_to_block_table(n[:0], n, 4), "indptr is empty"),
         (lambda t, n: convert.csr_seq_lens(n, n, 4), "last_page_len describes 3 requests"),
         (lambda t, n: convert.token_slots_to_block_table(n, n, 4), "with 2 dimensions"),

@@ -136,8 +136,13 @@ def test_the_observer_is_removed_after_the_block() -> None:
 
 
 def test_every_below_one_raises() -> None:
-    with pytest.raises(ContractError, match="every=0 must be at least 1"), shadow("torch", every=0):
-        pass
+    for given, message in (
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"every": None}, "every .*is a NoneType"),
+        ({"dump_dir": 3}, "3 is not a path"),
+    ):
+        with pytest.raises(ContractError, match=message), shadow("torch", **given):
+            pass
 
 
 def test_validate_2_compares_every_call_and_warns(

@@ -144,6 +144,7 @@ def test_scales_of_the_layer_and_new_scales(backend: str) -> None:
         ({"norm": HeadNorm(torch.ones(8, device=DEVICE))}, "must be \\[16\\]"),
         ({"cache": None}, "pass a PagedKVCache"),
         ({"cache": 3}, "wrap existing tensors"),
+        ({"cos": [1.0]}, r"cos is a list; pass a tensor \[T, half\]"),
     ],
 )
 def test_bad_calls_are_refused_and_write_nothing(change: dict[str, Any], message: str) -> None:

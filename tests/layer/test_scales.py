@@ -364,3 +364,13 @@ def test_old_scales_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "keep the scales of an earlier step" in record.message
     assert "cache.reset_scales()" in record.message
+
+
+def test_scales_of_something_else_are_refused() -> None:
+    """Nothing changes: the key's scale stays with that of the value."""
+    layer = attnlib.Attention(SPEC, device="cpu")
+    _, key, value = _tensors()
+    for given in ((None, value), (key, [1.0])):
+        with pytest.raises(ContractError, match="(key|value) is a .*; it must be a tensor"):
+            layer.calc_kv_scales(None, *given)
+    assert layer.k_scale == layer.v_scale == 1.0

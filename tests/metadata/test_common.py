@@ -103,6 +103,7 @@ def test_empty_is_legal_everywhere(lengths: tuple) -> None:
         ({"block_table": torch.tensor([[9.0, 2.0], [4.0, 0.0]])}, "block_table is torch.float32"),
         ({"max_query_len": 2}, r"max_query_len=2 is below query_lens\[1\]=3"),
         ({"max_seq_len": 4}, r"max_seq_len=4 is below seq_lens\[0\]=5"),
+        ({"max_seq_len": "x"}, "max_seq_len 'x' is a str; it must be an integer"),
     ],
 )
 def test_invalid_batches_are_refused(changes: dict, message: str) -> None:

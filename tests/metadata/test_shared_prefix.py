@@ -104,3 +104,15 @@ def test_validation_compares_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("ATTNLIB_VALIDATE", "1")
     with pytest.raises(ContractError, match="not in the same blocks of the cache for request 1"):
         builder.build(0, common)
+
+
+def test_sizes_that_are_no_integers_are_refused() -> None:
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([8, 8])
+    for size, message in ((0, "must be at least 1"), (None, "is a NoneType"), (3.5, "is a float")):
+        with pytest.raises(ContractError, match=f"block_size.*{message}"):
+            find_shared_prefixes(table, lengths, size)
+    with pytest.raises(ContractError, match="min_tokens .*is a str"):
+        find_shared_prefixes(table, lengths, 4, min_tokens="x")
+    for given in ((table.float(), lengths), (table, lengths.float())):
+        with pytest.raises(ContractError, match="is torch.float32; it must hold integers"):
+            find_shared_prefixes(*given, 4)

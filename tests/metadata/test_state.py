@@ -190,3 +190,26 @@ def test_buffers_refuse_batches_of_another_block_size() -> None:
     state = AttentionState(Capturable(SPEC.replace(block_size=8), "cpu", limits=LIMITS), LIMITS)
     with pytest.raises(ContractError, match="block_size=4, the layers have block_size=8"):
         state.begin_forward(_batch([1, 1], [9, 2]), 4)
+
+
+def test_objects_of_other_types_are_refused() -> None:
+    spec = AttentionSpec(num_heads=2, head_size=8, dtype=torch.float32)
+    limits = BatchLimits(max_num_reqs=2, max_num_tokens=4, max_seq_len=64)
+    builder = TorchMetadataBuilder(spec, "cpu", limits=limits)
+    for given in ((None, limits), (builder, None), (spec, limits)):
+        with pytest.raises(ContractError, match="builder is a .* and limits a .*: pass a builder"):
+            AttentionState(*given)
+    for blocks, message in ((-1, "must not be negative"), ("x", "is a str")):
+        with pytest.raises(ContractError, match=f"max_blocks.*{message}"):
+            AttentionState(builder, limits, max_blocks=blocks)
+    state = AttentionState(builder, limits)
+    batch = CommonAttentionMetadata.from_lengths([1], [1], [[0]], 16, "cpu")
+    for given, message in (
+        ((None, 2), "common_attn_metadata is a NoneType"),
+        ((batch, None), "padded_num_reqs .*is a NoneType"),
+        ((batch, 2, 1.5), "query_len .*is a float"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            state.begin_forward(*given)
+    with pytest.raises(ContractError, match="batch_size .*is a NoneType"):
+        state.graph_clone(None)
