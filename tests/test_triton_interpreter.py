@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -65,6 +66,16 @@ def _product_kernel(left, right, target, ROWS: tl.constexpr, SIZE: tl.constexpr)
     tl.store(target + rows[:, None] * SIZE + lanes[None, :], tl.dot(a, b, a))
 
 
+@triton.jit
+def _cast_kernel(source, narrow, wide):
+    at = tl.arange(0, 16)
+    values = tl.load(source + at).to(tl.bfloat16)
+    tl.store(narrow + at, values)
+    tl.store(wide + at, values.to(tl.float32))
+    first = tl.load(source).to(tl.bfloat16)
+    tl.store(wide + 16, first.to(tl.float32))
+
+
 def _run(source: torch.Tensor, fail: bool = False) -> torch.Tensor:
     target = torch.zeros_like(source)
     _kernel[(2,)](source, target, source.shape[0] // 2, fail)
@@ -89,6 +100,20 @@ def test_results_equal_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.M
     torch.testing.assert_close(_run(source), ours, rtol=0, atol=0)
     _arithmetic_kernel[(1,)](source, sums[2])
     assert sums[2].any() and torch.equal(sums[0], sums[2]) and torch.equal(sums[1], sums[2])
+
+
+def test_casts_to_bfloat16_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All numbers that are not subnormal, in blocks and alone."""
+    source = torch.tensor([1.9999, 0.0, -0.0, math.inf, -math.inf, math.nan, 3.39e38, -1.2e-37])
+    source = torch.cat([source, torch.randn(8) * 100])
+    found = []
+    for _ in range(2):
+        narrow, wide = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(17)
+        _cast_kernel[(1,)](source, narrow, wide)
+        found.append((narrow.view(torch.int16), wide.view(torch.int32)))
+        own = interpreter.TritonSemantic.cast
+        monkeypatch.setattr(interpreter.TritonSemantic, "cast", getattr(own, "__wrapped__", own))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 def test_the_bits_of_a_row_of_a_product_do_not_depend_on_its_place() -> None:

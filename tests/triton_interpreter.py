@@ -21,6 +21,8 @@ time of an interpreted kernel:
   width of a type is computed once.
 - A cast follows a chain of 15 conditions on both types. Here a cast between plain numbers calls
   numpy.
+- A cast between float32 and bfloat16 takes the number apart and puts it together again. Here it
+  moves the bits, which is also right for subnormal numbers.
 - Every sum, difference and product of integers is also computed in int64 for an overflow check, and
   the result is dropped, because the interpreter's options do not enable assertions
   (`options.debug`). Here the check is off unless assertions are on.
@@ -222,6 +224,23 @@ _PLAIN_CASTS = {
 """Pairs of different types between which numpy's cast is that of the interpreter."""
 
 
+def _to_bfloat16(data: Any) -> Any:
+    """Toward zero, as the interpreter casts; it keeps these numbers as uint16."""
+    bits = data.view("uint32").copy()
+    bits >>= 16
+    return bits.astype("uint16")
+
+
+def _from_bfloat16(data: Any) -> Any:
+    bits = data.astype("uint32")
+    bits <<= 16
+    return bits.view("float32")
+
+
+_MOVES = {("fp32", "bf16"): _to_bfloat16, ("bf16", "fp32"): _from_bfloat16}
+"""Casts that move bits, by the names of the types."""
+
+
 def _shorten_casts(interpreter: Any) -> None:
     """Casts to the type of the operand, and between plain numbers."""
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
@@ -232,12 +251,17 @@ def _shorten_casts(interpreter: Any) -> None:
         source, target = input.dtype, dst_ty.scalar
         if source is dst_ty:
             return input
-        is_plain = source is not target and (source.name, target.name) in _PLAIN_CASTS
+        names = source.name, target.name
+        is_plain = source is not target and (names in _PLAIN_CASTS or names in _MOVES)
         if more or not is_plain or rest not in ((), (None,)):
             return cast(self, input, dst_ty, *rest, **more)
         sizes = input.type.__dict__.get("_sizes")
         block = target if sizes is None else core.block_type(target, list(sizes))
-        data = input.handle.data.astype(interpreter._get_np_dtype(target))
+        data = input.handle.data
+        if (move := _MOVES.get(names)) is not None:
+            data = move(data)
+        else:
+            data = data.astype(interpreter._get_np_dtype(target))
         return core.tensor(interpreter.TensorHandle(data, target), block)
 
     semantic.cast = short_cast
