@@ -14,9 +14,15 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
-    "BUDGETS", "FLOAT8_QUERY_ERROR", "FLOAT8_QUERY_STEP", "Budget", "Comparison", "compare",
-    "compare_bits", "relative_error",
-]  # fmt: skip
+    "BUDGETS",
+    "FLOAT8_QUERY_ERROR",
+    "FLOAT8_QUERY_STEP",
+    "Budget",
+    "Comparison",
+    "compare",
+    "compare_bits",
+    "relative_error",
+]
 
 
 @dataclass(frozen=True)
@@ -125,30 +131,27 @@ def compare(
             False,
             mismatch=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
         )
-    actual = actual.detach().to(torch.float64)
-    same_precision = same_precision.detach().to(torch.float64)
-    if mismatch := _nonfinite_mismatch(actual, expected):
-        return Comparison(quantity, False, mismatch=mismatch)
-    budget = BUDGETS[dtype, quantity]
+    actual, same_precision = actual.detach().double(), same_precision.detach().double()
+    error, same_precision_error = actual - expected, same_precision - expected
+    magnitude, sign = expected.abs(), expected.sign()
+    budget, rows = BUDGETS[dtype, quantity], _rows(magnitude)
     eps = torch.finfo(torch.float32 if quantity in _STORED_AS_FLOAT32 else dtype).eps
-    bias, bias_allowed = 0.0, 0.0
-    if budget.bias_ulps is not None:
-        bias = _bias(actual, expected)
-        bias_allowed = eps * (budget.bias_ulps + _rows(expected) ** -0.5)
-        bias_allowed += budget.factor * abs(_bias(same_precision, expected))
-    finite = torch.isfinite(expected)
-    if not finite.all():  # a copy takes longer than the comparison
-        actual, same_precision, expected = actual[finite], same_precision[finite], expected[finite]
-    if not expected.numel():
+    if not torch.isfinite(error.sum()):  # one pass, where nearly all results are finite
+        if mismatch := _nonfinite_mismatch(actual, expected):
+            return Comparison(quantity, False, mismatch=mismatch)
+        finite = torch.isfinite(expected)
+        parts = (error, same_precision_error, magnitude, sign)
+        error, same_precision_error, magnitude, sign = (part[finite] for part in parts)
+    if not error.numel():
         return Comparison(quantity, True)
-    error, same_precision_error = (actual - expected).abs(), (same_precision - expected).abs()
-    magnitude = expected.abs()
-    max_allowed = (
-        budget.factor * same_precision_error.max() + budget.max_ulps * eps * magnitude.max()
-    )
-    mean_allowed = (
-        budget.factor * same_precision_error.mean() + budget.mean_ulps * eps * magnitude.mean()
-    )
+    bias, bias_allowed, factor = 0.0, 0.0, budget.factor
+    if budget.bias_ulps is not None:
+        bias = _bias(error, sign, magnitude)
+        bias_allowed = eps * (budget.bias_ulps + rows**-0.5)
+        bias_allowed += factor * abs(_bias(same_precision_error, sign, magnitude))
+    error, same_precision_error = error.abs_(), same_precision_error.abs_()
+    max_allowed = factor * same_precision_error.max() + budget.max_ulps * eps * magnitude.max()
+    mean_allowed = factor * same_precision_error.mean() + budget.mean_ulps * eps * magnitude.mean()
     return Comparison(
         quantity,
         bool(error.max() <= max_allowed)
@@ -163,18 +166,18 @@ def compare(
     )
 
 
-def _bias(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Error in the direction of the sign of each finite element, relative to the sum of all."""
-    finite = torch.isfinite(expected)
-    size = expected.abs().masked_fill(~finite, 0.0).sum()
-    error = ((actual - expected) * expected.sign()).masked_fill(~finite, 0.0).sum()
-    return float(error / size) if size > 0 else 0.0
+def _bias(error: torch.Tensor, sign: torch.Tensor, magnitude: torch.Tensor) -> float:
+    """Error in the direction of the sign of each element, relative to the sum of all."""
+    size = magnitude.sum()
+    return float((error * sign).sum() / size) if size > 0 else 0.0
 
 
-def _rows(expected: torch.Tensor) -> float:
+def _rows(magnitude: torch.Tensor) -> float:
     """Number of rows of the last dimension, weighted by magnitude: the errors of the elements of a
     row come from the same weights, so that they do not cancel."""
-    sizes = expected.abs().nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
+    sizes = magnitude.sum(dim=-1)
+    if not torch.isfinite(sizes.sum()):
+        sizes = magnitude.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
     return max(float(sizes.sum() ** 2 / (sizes**2).sum().clamp(min=1e-300)), 1.0)
 
 
