@@ -153,12 +153,10 @@ class PagedAttention:
         key_cache = typed_cache(key_cache, kv_cache_dtype)
         value_cache = typed_cache(value_cache, kv_cache_dtype)
         check_blocks(value_cache, block_tables, seq_lens)
-        pattern = None
+        pattern, heads = None, (query.shape[1], num_kv_heads)
         if (blocksparse_vert_stride or 0) > 1:
-            pattern = BlockSparsePattern(
-                blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-                blocksparse_head_sliding_step, query.shape[1], num_kv_heads, tp_rank,
-            )  # fmt: skip
+            blocks = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size
+            pattern = BlockSparsePattern(*blocks, blocksparse_head_sliding_step, *heads, tp_rank)
             pattern.check(value_cache.shape[3])
         out = torch.empty_like(query)
         packed_operation("packed_decode", query, value_cache)(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.heuristics.device import device_guard, limits_of
+from attnlib.ops.triton.heuristics.index_chunks import MAX_GRID, IndexChunks
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.kernels.key_indexer import (
     IndexConfig,
@@ -24,14 +22,6 @@ from attnlib.sparse.key_selection import KeySelection
 
 __all__ = ["select_keys"]
 
-_MAX_SCORES = 1 << 26
-"""Most scores in the workspace: 256 MiB. A batch with more is computed in chunks of queries; a
-chunk has at least one query token, whose scores are the lists of a token times the blocks of
-`max_seq_len`."""
-_MAX_TILE_TOKENS = 16
-_TILE_KEYS = 128
-_MAX_GRID = 65535
-"""Most programs along the second axis of a grid."""
 _COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -54,108 +44,61 @@ def select_keys(
 ) -> None:
     """Write the `max_blocks` blocks of keys with the largest scores of each query token to `out`.
 
-    No host sync; grids and workspace follow from the upper bounds, so that a CUDA graph captures
-    the call. The workspace has at most 256 MiB, or the float32 scores of one query token if these
-    are more: with 2^26 and more blocks in all lists of a token.
+    No host sync: grids and workspace follow from the bounds, and a CUDA graph captures the call.
+    The workspace has at most 256 MiB, or the float32 scores of one query token if these are more.
 
     Args:
         query: `[T, Hi, Di]` float16, bfloat16 or float32, last stride 1.
-        max_query_len: upper bound of the query lengths.
-        max_seq_len: upper bound of the sequence lengths.
+        max_query_len, max_seq_len: upper bounds of the query and the sequence lengths.
         weights, key_cache, key_scales, block_table: as in `attnlib.ops.torch.key_indexer`.
-        query_start_loc, seq_lens, selection, local_blocks, out: likewise.
-        query_start_loc_cpu, seq_lens_cpu: likewise.
+        query_start_loc, seq_lens, selection, local_blocks, out: as there.
+        query_start_loc_cpu, seq_lens_cpu: as there.
 
     Raises:
         ContractError: tensors that the kernels cannot address, blocks of more than 4096 tokens, or
             a `max_seq_len` of more than 65535 tiles of keys (8 million tokens, where 128 is a
             multiple of the block size).
     """
-    num_tokens = query.shape[0]
-    if num_tokens == 0 or out.shape[1] == 0:
+    num_tokens, num_reqs, num_lists = query.shape[0], query_start_loc.shape[0] - 1, out.shape[1]
+    if num_tokens == 0 or num_lists == 0:
         return
     _check(query, key_cache, block_table, out, selection)
-    bounds = (max_query_len, max_seq_len)
-    chunks = _divide(query_start_loc, num_tokens, out.shape[1], selection, *bounds)
+    chunks = IndexChunks.of(num_tokens, num_reqs, num_lists, selection, max_query_len, max_seq_len)
     workspace = torch.empty(chunks.scores, dtype=torch.float32, device=query.device)
     as_bytes = reads_bytes(key_cache.dtype, limits_of(query))
     keys = key_cache.view(torch.uint8) if as_bytes else key_cache
     config = _score_config(query, keys, weights, key_scales, key_cache.dtype, chunks, selection)
-    batch, num_reqs = (query_start_loc, seq_lens), query_start_loc.shape[0] - 1
-    strides = (block_table.stride(0), *query.stride()[:2])
-    strides += (0 if weights is None else weights.stride(0), *keys.stride()[:2])
-    strides += (0, 0) if key_scales is None else key_scales.stride()
+    strides = _strides(query, weights, keys, key_scales, block_table)
     settle_keys(index_scores_kernel, index_select_kernel)
     with device_guard(query):
-        for first in range(0, chunks.all_tiles, chunks.tiles):
-            count = min(chunks.tiles, chunks.all_tiles - first)
+        for first, count in chunks.launches():
             index_scores_kernel[(count, chunks.key_tiles)](
-                *(query, keys, workspace, *batch, block_table, weights, key_scales),
-                *(num_reqs, first, local_blocks, chunks.columns, *strides),
+                *(query, keys, workspace, query_start_loc, seq_lens, block_table, weights),
+                *(key_scales, num_reqs, first, local_blocks, chunks.columns, *strides),
                 CONFIG=config,
                 num_warps=4 if config.BLOCKS * config.SELECT_PAD <= 128 else 8,
                 num_stages=3,
             )
-            index_select_kernel[(count * chunks.tile_tokens, out.shape[1])](
-                *(workspace, out, *batch, num_reqs, first, chunks.columns, num_tokens),
-                *(out.shape[2], *out.stride()[:2]),
+            index_select_kernel[(count * chunks.tile_tokens, num_lists)](
+                *(workspace, out, query_start_loc, seq_lens, num_reqs, first, chunks.columns),
+                *(num_tokens, out.shape[2], *out.stride()[:2]),
                 CONFIG=_select_config(out, chunks, selection),
                 num_warps=8,
             )
 
 
-class _Chunks(NamedTuple):
-    """How the scores of a batch are divided over launches and programs.
-
-    Attributes:
-        columns: blocks of keys of the longest request.
-        scores_of_token: lists of a token times `columns`.
-        tile_tokens: query tokens of a tile.
-        all_tiles, tiles: tiles of query tokens, and those of one launch.
-        blocks, key_tiles: blocks of keys of a program, and programs for `columns`.
-    """
-
-    columns: int
-    scores_of_token: int
-    tile_tokens: int
-    all_tiles: int
-    tiles: int
-    blocks: int
-    key_tiles: int
-
-    @property
-    def scores(self) -> int:
-        """Scores of one launch."""
-        return self.tiles * self.tile_tokens * self.scores_of_token
-
-
-def _divide(
-    query_start_loc: Tensor,
-    num_tokens: int,
-    num_lists: int,
-    selection: KeySelection,
-    max_query_len: int,
-    max_seq_len: int,
-) -> _Chunks:
-    """Divide the scores of a batch.
-
-    Raises:
-        ContractError: a bound of the lengths that needs more programs than a grid has.
-    """
-    columns = max(1, triton.cdiv(max_seq_len, selection.block_size))
-    scores_of_token = num_lists * columns
-    tile_tokens = _tokens_of_tile(scores_of_token, max_query_len)
-    all_tiles = num_tokens // tile_tokens + query_start_loc.shape[0]
-    blocks = max(1, _TILE_KEYS // next_power_of_2(selection.block_size))
-    key_tiles = triton.cdiv(columns, blocks)
-    if key_tiles > _MAX_GRID:
-        raise ContractError(
-            f"max_seq_len={max_seq_len} needs {key_tiles} tiles of {blocks} blocks; the kernels "
-            f"take at most {_MAX_GRID}: pass a smaller bound",
-            rule="M14",
-        )
-    tiles = max(1, min(all_tiles, _MAX_SCORES // (tile_tokens * scores_of_token)))
-    return _Chunks(columns, scores_of_token, tile_tokens, all_tiles, tiles, blocks, key_tiles)
+def _strides(
+    query: Tensor,
+    weights: Tensor | None,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    block_table: Tensor,
+) -> tuple[int, ...]:
+    """Those of the kernel that writes scores, in its order; 0 for what is None."""
+    of_weights = 0 if weights is None else weights.stride(0)
+    of_scales = (0, 0) if key_scales is None else key_scales.stride()
+    rows = (block_table.stride(0), *query.stride()[:2], of_weights)
+    return (*rows, *keys.stride()[:2], *of_scales)
 
 
 def _score_config(
@@ -164,7 +107,7 @@ def _score_config(
     weights: Tensor | None,
     key_scales: Tensor | None,
     cache_dtype: torch.dtype,
-    chunks: _Chunks,
+    chunks: IndexChunks,
     selection: KeySelection,
 ) -> IndexConfig:
     """The constants of the kernel that writes scores."""
@@ -188,23 +131,13 @@ def _score_config(
     )
 
 
-def _select_config(out: Tensor, chunks: _Chunks, selection: KeySelection) -> IndexConfig:
+def _select_config(out: Tensor, chunks: IndexChunks, selection: KeySelection) -> IndexConfig:
     """The constants of the kernel that selects."""
     return IndexConfig(
         HEADS=out.shape[1],
         SELECT=selection.block_size,
         TILE_TOKENS=chunks.tile_tokens,
         LANES=min(4096, max(256, next_power_of_2(chunks.columns))),
-    )
-
-
-def _tokens_of_tile(scores_of_token: int, max_query_len: int) -> int:
-    """Query tokens of a tile, a power of two: at most those whose scores fit the workspace."""
-    fitting = max(1, _MAX_SCORES // scores_of_token)
-    return min(
-        _MAX_TILE_TOKENS,
-        next_power_of_2(max(1, max_query_len)),
-        1 << (fitting.bit_length() - 1),
     )
 
 
@@ -240,5 +173,5 @@ def _check(
             "4096 tokens per block",
             rule="M14",
         )
-    if out.shape[1] > _MAX_GRID:
-        raise ContractError(f"{out.shape[1]} index heads exceed the limit of {_MAX_GRID}")
+    if out.shape[1] > MAX_GRID:
+        raise ContractError(f"{out.shape[1]} index heads exceed the limit of {MAX_GRID}")

@@ -50,8 +50,9 @@ def shared_decode(
     prepared = LAUNCHES.get(key)
     if prepared is None or (prepared and prepared.limits is not limits):
         dispatch = hopper.load()
+        given = query, key_cache, value_cache, block_table, out, lse, params, limits
         prepared = dispatch is not None and dispatch.select_shared_decode(
-            query, key_cache, value_cache, block_table, items, out, lse, params, limits
+            dispatch.SharedDecodeCall(*given), items
         )
         LAUNCHES.keep(key, prepared)
     if not prepared:

@@ -13,6 +13,7 @@ from attnlib.ops.torch import key_indexer as torch_operation
 from attnlib.ops.torch.cache_write import write_kv as torch_write_kv
 from attnlib.ops.triton import key_indexer as triton_operation
 from attnlib.ops.triton.cache_write import write_kv as triton_write_kv
+from attnlib.ops.triton.heuristics import index_chunks
 from attnlib.sparse.key_selection import KeySelection
 
 
@@ -104,7 +105,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, tokens = _inputs(0, 4, 16, True, torch.float32)
     found = []
     for most in (1 << 26, 1000, 1):
-        monkeypatch.setattr(triton_operation, "_MAX_SCORES", most)
+        monkeypatch.setattr(index_chunks, "_MAX_SCORES", most)
         out = torch.full((tokens, 1, 6), 7, dtype=torch.int32)
         triton_operation.select_keys(
             *inputs, KeySelection(max_blocks=6), max_query_len=7, max_seq_len=61, out=out
@@ -127,7 +128,7 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = []
     for most in (1 << 26, 4000, 4 * 61 * 3, 4 * 61, 10):
-        monkeypatch.setattr(triton_operation, "_MAX_SCORES", most)
+        monkeypatch.setattr(index_chunks, "_MAX_SCORES", most)
         with monkeypatch.context() as patch:
             patch.setattr(triton_operation.torch, "empty", empty)
             triton_operation.select_keys(
@@ -138,7 +139,7 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[-4:] == [3904, 488, 244, 244]
     assert all(torch.equal(lists, found[0]) for lists in found)
     monkeypatch.undo()
-    form = triton_operation._tokens_of_tile
+    form = index_chunks._tokens_of_tile
     assert (form(1 << 22, 1000), form(1 << 23, 1000), form(1 << 27, 1000)) == (16, 8, 1)
 
 

@@ -26,9 +26,11 @@ from attnlib.ops.triton.hopper.select_prefills import (
     select_prefill,
     select_unpaged,
 )
+from attnlib.ops.triton.hopper.shared_decode_launches import SharedDecodeCall
 from attnlib.ops.triton.hopper.tensor_support import unsupported_strides
 
 __all__ = [
+    "SharedDecodeCall",
     "decode_workspace_bytes",
     "num_counters",
     "run_packed_latents",

@@ -98,21 +98,10 @@ def prepare_hopper_invariant_decode(
     params, limits = call.params, call.limits
     assert call.is_paged and not isinstance(params.k_scale, Tensor)
     num_blocks, _, num_kv_heads, head_size_v = call.value.shape
-    config = _config(call, max_query_len)
-    rows, workers = (
-        config.GROUP * max_query_len,
-        invariant_workers(num_kv_heads, max_ctas or limits.num_sms),
-    )
-    slots = invariant_slots(num_segments, limits)
+    config, slots = _config(call, max_query_len), invariant_slots(num_segments, limits)
+    rows = config.GROUP * max_query_len
+    workers = invariant_workers(num_kv_heads, max_ctas or limits.num_sms)
     partials = workers * (slots + 1) * rows
-    whole, options = _computes_whole_requests(config), {"num_warps": 4, **PDL_OPTIONS}
-    attend = BoundLaunch(
-        invariant_decode_kernel, (workers, 1, 1), {"CONFIG": config, "maxnreg": 240, **options}
-    )
-    if whole:
-        # The grid must not be empty.
-        grid = (max(1, call.num_reqs) * num_kv_heads, 1, 1)
-        attend = BoundLaunch(invariant_window_kernel, grid, {"CONFIG": config, **options})
     box = min(config.BLOCK_SIZE, config.BLOCK_N)
     return HopperDecode(
         limits=limits,
@@ -128,12 +117,8 @@ def prepare_hopper_invariant_decode(
         last_strides=(),
         numbers=(*call_numbers(call, num_blocks, rows), slots),
         combine_tail=(
-            call.num_reqs,
-            rows,
-            slots,
-            workers,
-            *call.out.stride()[:2],
-            call.lse_stride,
+            *(call.num_reqs, rows, slots, workers),
+            *(*call.out.stride()[:2], call.lse_stride),
         ),
         lse_offset=partials * head_size_v,
         header_offset=partials * (head_size_v + 2),
@@ -146,8 +131,8 @@ def prepare_hopper_invariant_decode(
             num_segments,
             limits,
         ),
-        attend=attend,
-        combine=None if whole else _split_launch(call, config, slots),
+        attend=_attend_launch(call, config, workers),
+        combine=None if _computes_whole_requests(config) else _split_launch(call, config, slots),
     )
 
 
@@ -181,6 +166,18 @@ def _config(call: AttentionCall, max_query_len: int) -> DecodeConfig:
     )
     # A window of 128 keys lies in up to three tiles.
     return config._replace(STAGES=3) if _computes_whole_requests(config) else config
+
+
+def _attend_launch(call: AttentionCall, config: DecodeConfig, workers: int) -> BoundLaunch:
+    """The launch of the kernel that attends."""
+    options = {"num_warps": 4, **PDL_OPTIONS}
+    if _computes_whole_requests(config):
+        # The grid must not be empty.
+        grid = (max(1, call.num_reqs) * config.NUM_KV_HEADS, 1, 1)
+        return BoundLaunch(invariant_window_kernel, grid, {"CONFIG": config, **options})
+    return BoundLaunch(
+        invariant_decode_kernel, (workers, 1, 1), {"CONFIG": config, "maxnreg": 240, **options}
+    )
 
 
 def _split_launch(call: AttentionCall, config: DecodeConfig, slots: int) -> BoundLaunch:

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from attnlib.kv_rotation import KVRotation
 from attnlib.ops.layer_shape import LayerShape
-from attnlib.ops.params import AttentionParams
 from attnlib.ops.shared_decode import DecodeItems
 from attnlib.ops.triton.attention_call import AttentionCall
 from attnlib.ops.triton.decode_schedule import DecodeSchedule
-from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import (
     DecodeTile,
     choose_hopper_decode_tile,
@@ -28,7 +26,7 @@ from attnlib.ops.triton.hopper.decode_launches import HopperDecode
 from attnlib.ops.triton.hopper.decode_plan import prepare_hopper_decode
 from attnlib.ops.triton.hopper.prefill_plan import HopperPrefill
 from attnlib.ops.triton.hopper.select_latents import select_latents
-from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
+from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode, SharedDecodeCall
 from attnlib.ops.triton.hopper.sizes import PACKED_DECODE_ROWS, SMALL_SIZES, decode_rows, gathers
 from attnlib.ops.triton.hopper.support import (
     decode_unsupported_reasons,
@@ -208,25 +206,14 @@ def select_invariant(
     return invariant_plan.prepare_hopper_invariant_decode(call, *bounds)
 
 
-def select_shared_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    items: DecodeItems,
-    out: Tensor,
-    lse: Tensor | None,
-    params: AttentionParams,
-    limits: DeviceLimits,
-) -> HopperSharedDecode | None:
+def select_shared_decode(call: SharedDecodeCall, items: DecodeItems) -> HopperSharedDecode | None:
     """The launches of decodes with shared prefixes; None where the kernel cannot read the tensors.
 
     Args:
-        query, key, value, out, lse, params: of a call over pages.
-        table: `[R, M]` int32, the block table.
+        call: over pages.
         items: the work items of the batch.
-        limits: the chip.
     """
+    query, key, value, table, out, _, params, limits = call
     shape = LayerShape.of(query, key, value, params)
     if shape.latent or isinstance(params.k_scale, Tensor):
         return None
@@ -239,6 +226,4 @@ def select_shared_decode(
     tile = shared_decode_plan.shared_decode_tile(*shape.head_sizes)
     if table.dtype != torch.int32 or table.stride(1) != 1 or items.tile_keys != tile.block_n:
         return None
-    return shared_decode_plan.prepare_shared_decode(
-        query, key, value, table, out, lse, params, limits, tile, items.num_ranges
-    )
+    return shared_decode_plan.prepare_shared_decode(call, tile, items.num_ranges)

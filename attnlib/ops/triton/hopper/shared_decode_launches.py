@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,21 @@ from attnlib.ops.triton.launch.sequence import (
 
 __all__ = [
     "HopperSharedDecode",
+    "SharedDecodeCall",
 ]
+
+
+class SharedDecodeCall(NamedTuple):
+    """The tensors and parameters of one call, as in `ops.torch.shared_decode`, and its chip."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    table: Tensor
+    out: Tensor
+    lse: Tensor | None
+    params: AttentionParams
+    limits: DeviceLimits
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,23 +8,17 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from attnlib.ops.params import AttentionParams
-from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.hopper_decode_tiles import DecodeTile
 from attnlib.ops.triton.heuristics.hopper_tiles import padded_width
-from attnlib.ops.triton.hopper.descriptors import (
-    CacheView,
-)
+from attnlib.ops.triton.hopper.descriptors import CacheView
 from attnlib.ops.triton.hopper.kernels.cache_tiles import box_keys
 from attnlib.ops.triton.hopper.kernels.merge_rows import hopper_merge_rows_kernel
 from attnlib.ops.triton.hopper.kernels.shared_decode import (
     SharedDecodeConfig,
     hopper_shared_decode_kernel,
 )
-from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode
-from attnlib.ops.triton.launch.bound import (
-    BoundLaunch,
-)
+from attnlib.ops.triton.hopper.shared_decode_launches import HopperSharedDecode, SharedDecodeCall
+from attnlib.ops.triton.launch.bound import BoundLaunch
 
 __all__ = [
     "prepare_shared_decode",
@@ -58,18 +52,10 @@ def shared_decode_ranges(num_kv_heads: int, num_sms: int) -> int:
 
 
 def prepare_shared_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    params: AttentionParams,
-    limits: DeviceLimits,
-    tile: DecodeTile,
-    num_ranges: int,
+    call: SharedDecodeCall, tile: DecodeTile, num_ranges: int
 ) -> HopperSharedDecode:
-    """Prepare the launches of calls like this one; arguments as in `ops.torch.shared_decode`."""
+    """Prepare the launches of calls like this one."""
+    query, key, value, table, out, lse, params, limits = call
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, head_size_v = value.shape
     width, width_v = padded_width(head_size), padded_width(head_size_v)

@@ -54,6 +54,7 @@ from attnlib.ops.triton.hopper.latent_tiles import (
     ONE_WORKER,
 )
 from attnlib.ops.triton.hopper.prefill_plan import prepare_hopper_prefill
+from attnlib.ops.triton.hopper.shared_decode_launches import SharedDecodeCall
 from attnlib.ops.triton.hopper.shared_decode_plan import prepare_shared_decode, shared_decode_tile
 from attnlib.ops.triton.launch.run import run_attention
 from attnlib.ops.triton.launch.score import has_head_bounds, has_short_ranges
@@ -621,9 +622,8 @@ def _compile_shared(options: dict[str, Any]) -> dict[str, Any]:
     items = lists.to_device(query.device)
 
     def run() -> None:
-        prepared = prepare_shared_decode(
-            query, cache, cache, table, query, lse, params, limits, tile, items.num_ranges
-        )
+        call = SharedDecodeCall(query, cache, cache, table, query, lse, params, limits)
+        prepared = prepare_shared_decode(call, tile, items.num_ranges)
         space = prepared.workspace(items, query.device)
         assert prepared.run(query, cache, cache, table, items, params, query, lse, space)
 
