@@ -8,12 +8,12 @@ from attnlib.bench.backends import split_names
 from attnlib.bench.suites import SUITES
 from attnlib.cli.arguments import (
     CommandParser,
+    add_device_flag,
     count,
     input_file,
     input_path,
     output_file,
     output_folder,
-    present_device,
     seconds,
 )
 
@@ -91,11 +91,7 @@ def _add_cases(made: CommandParser) -> None:
 
 def _add_measuring(made: CommandParser) -> None:
     """How it is measured."""
-    made.add_argument(
-        "--device",
-        type=present_device,
-        help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)",
-    )
+    add_device_flag(made)
     made.add_argument(
         "--eager", action="store_true", help="time eager calls instead of CUDA graphs"
     )

@@ -201,9 +201,7 @@ def check_case(case: BenchCase) -> None:
         )
     if case.unpaged and case.batch.query_lens != case.batch.seq_lens:
         raise ContractError(f"case {case.name!r} is unpaged and has a context; write qN without s")
-    for request, (query_len, seq_len) in enumerate(
-        zip(case.batch.query_lens, case.batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(case.batch.lengths):
         if query_len > seq_len:
             raise ContractError(
                 f"case {case.name!r}: request {request} has {query_len} query tokens in a sequence "

@@ -53,7 +53,7 @@ def random_lists(
     """
     lengths = [
         torch.arange(seq_len - query_len + 1, seq_len + 1, device=device)
-        for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True)
+        for query_len, seq_len in batch.lengths
     ]
     heads = selection.num_lists_heads(num_heads, num_kv_heads)
     return SelectedKeys(spread_lists(heads, selection, torch.cat(lengths)))

@@ -47,9 +47,12 @@ def draw_audit(audit: KVAudit, labels: Sequence[str], title: str, path: str | Pa
         figure, axes = pyplot.subplots(2, 2, figsize=(8.0, height), width_ratios=(3, 2))
         _draw_panels(audit, shown, axes)
         figure.legend(
-            *axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=_LEGEND_COLUMNS,
-            fontsize=8, frameon=False,
-        )  # fmt: skip
+            *axes[0][0].get_legend_handles_labels(),
+            loc="lower center",
+            ncols=_LEGEND_COLUMNS,
+            fontsize=8,
+            frameon=False,
+        )
         figure.suptitle(title, fontsize=9)
         figure.tight_layout(rect=(0, legend_inches / height, 1, 1))
         metadata = {"Date": None} if str(path).endswith(".svg") else None

@@ -60,7 +60,7 @@ def requests_of(row: Row) -> list[tuple[int, int]]:
     """(query length, sequence length) of each request."""
 
     batch = parse_batch(row.batch)
-    return list(zip(batch.query_lens, batch.seq_lens, strict=True))
+    return list(batch.lengths)
 
 
 def label_of(row: Row) -> str:

@@ -70,24 +70,17 @@ class Runner:
         inputs, impl = self.inputs, self.layer.impl
         if inputs.query_tensors is not None:
             impl = impl.of_call(inputs.query_tensors)
-        if inputs.selected_keys:
-            impl.forward_selected(
-                inputs.query, inputs.caches[copy], self.metadata, inputs.selected_keys[copy],
-                inputs.output,
-            )  # fmt: skip
-            return
-        if inputs.compressed_keys:
-            impl.forward_compressed(
-                inputs.query, inputs.caches[copy], self.metadata, inputs.compressed_keys[copy],
-                inputs.output,
-            )  # fmt: skip
-            return
         if inputs.case.unpaged:
-            impl.forward_unpaged(
-                inputs.query, inputs.key, inputs.value, self.metadata, inputs.output
-            )
+            keys = inputs.key, inputs.value
+            impl.forward_unpaged(inputs.query, *keys, self.metadata, inputs.output)
             return
-        impl.forward(inputs.query, inputs.caches[copy], self.metadata, inputs.output)
+        given = inputs.query, inputs.caches[copy], self.metadata
+        if inputs.selected_keys:
+            impl.forward_selected(*given, inputs.selected_keys[copy], inputs.output)
+        elif inputs.compressed_keys:
+            impl.forward_compressed(*given, inputs.compressed_keys[copy], inputs.output)
+        else:
+            impl.forward(*given, inputs.output)
 
     def write(self, copy: int) -> None:
         """One cache write to copy `copy`."""
@@ -100,10 +93,16 @@ class Runner:
         selected = m.selected_keys[0] if m.selected_keys else None
         entries = m.compressed_keys[0] if m.compressed_keys else None
         self.layer(
-            m.query, m.key, m.value, None if m.case.unpaged else m.caches[0], self.metadata,
-            output=m.output, selected_keys=selected, compressed_keys=entries,
+            m.query,
+            m.key,
+            m.value,
+            None if m.case.unpaged else m.caches[0],
+            self.metadata,
+            output=m.output,
+            selected_keys=selected,
+            compressed_keys=entries,
             query_tensors=m.query_tensors,
-        )  # fmt: skip
+        )
 
     def build(self) -> None:
         """Build the metadata of the batch."""

@@ -81,9 +81,15 @@ def paged_attention(
     kv_starts, last_page_len, query_starts = torch.split(on_host, parts)
     lengths = csr_seq_lens(kv_starts, last_page_len, page_size)
     layer, builder = _layer(
-        q.shape[1], k_cache.shape[2], q.shape[2], q.dtype, page_size,
-        None if sm_scale is None else float(sm_scale), causal, q.device,
-    )  # fmt: skip
+        q.shape[1],
+        k_cache.shape[2],
+        q.shape[2],
+        q.dtype,
+        page_size,
+        None if sm_scale is None else float(sm_scale),
+        causal,
+        q.device,
+    )
     common = CommonAttentionMetadata(
         query_start_loc=qo_indptr,
         query_start_loc_cpu=query_starts,

@@ -68,7 +68,7 @@ def roofline_us(case: BenchCase, read_gbps: float, matmul_tflops: float) -> floa
 
 
 def _requests(case: BenchCase) -> Iterable[tuple[int, int]]:
-    return zip(case.batch.query_lens, case.batch.seq_lens, strict=True)
+    return case.batch.lengths
 
 
 def _request_bytes(case: BenchCase, query_len: int, seq_len: int) -> int:

@@ -20,6 +20,7 @@ from attnlib.errors import AttnlibError
 
 __all__ = [
     "REQUEST_HELP",
+    "add_device_flag",
     "CommandParser",
     "any_device",
     "count",
@@ -131,6 +132,15 @@ def present_device(text: str) -> str:
             "that has it"
         )
     return text
+
+
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`, a device of this machine."""
+    parser.add_argument(
+        "--device",
+        type=present_device,
+        help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)",
+    )
 
 
 def _path(check: Callable[[Path], str]) -> Callable[[str], str]:

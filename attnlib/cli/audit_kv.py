@@ -15,11 +15,11 @@ import torch
 from attnlib import example_model
 from attnlib.cli.arguments import (
     CommandParser,
+    add_device_flag,
     count,
     input_file,
     model_dtype,
     output_file,
-    present_device,
     write_text,
 )
 from attnlib.cli.audit_tables import DTYPE_OF_THE_MODEL, audit_table, quality_table
@@ -142,9 +142,12 @@ def _audit_model(
 
 
 def _audit_prompt(
-    model: Any, tokens: Sequence[int], backend: str | None, formats: Sequence[AuditFormat],
+    model: Any,
+    tokens: Sequence[int],
+    backend: str | None,
+    formats: Sequence[AuditFormat],
     audit: KVAudit,
-) -> None:  # fmt: skip
+) -> None:
     """Prefill a prompt and audit the call of every layer."""
     from attnlib.cli.kv_quality import paged_model, prefill
     from attnlib.debug.kv_audit import audit_call
@@ -233,9 +236,7 @@ def parser() -> CommandParser:
         "formats or path/to/file.py:FORMAT (default: all labels)",
     )
     made.add_argument("--layers", action="store_true", help="print every layer")
-    made.add_argument(
-        "--device", type=present_device, help="cpu or cuda (default: a GPU if there is one)"
-    )
+    add_device_flag(made)
     made.add_argument(
         "--dtype", type=model_dtype, help="dtype of the model: bfloat16, float16 or float32"
     )

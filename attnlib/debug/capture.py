@@ -141,7 +141,7 @@ def _slots(
     """The slot of each row in the copied blocks."""
     slots = [
         slot
-        for r, (q, s) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True))
+        for r, (q, s) in enumerate(batch.lengths)
         for slot in ([-1] * max(q - s, 0) + placement.slots(r, max(s - q, 0), s, block_size))
     ]
     if not writes:  # requests may share the blocks of their last tokens

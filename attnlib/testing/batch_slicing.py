@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -32,37 +33,25 @@ def slice_batch(
         query_spans: for each kept request, the range [start, stop) of query tokens to keep. The
             sequence ends with the last kept token. None keeps all tokens.
     """
-    inputs, batch = step.inputs, step.inputs.batch
-    first = [sum(batch.query_lens[:r]) for r in range(batch.num_reqs)]
+    inputs, batch, device = step.inputs, step.inputs.batch, step.inputs.query.device
+    first = [0, *accumulate(batch.query_lens)]
     spans = query_spans or [(0, batch.query_lens[r]) for r in requests]
-    seq_lens = [
-        batch.seq_lens[r] - (batch.query_lens[r] - stop)
-        for r, (_, stop) in zip(requests, spans, strict=True)
-    ]
+    ends = ((batch.lengths[r], stop) for r, (_, stop) in zip(requests, spans, strict=True))
+    seq_lens = tuple(seq_len - (query_len - stop) for (query_len, seq_len), stop in ends)
     rows = [
         row
         for r, (a, b) in zip(requests, spans, strict=True)
         for row in range(first[r] + a, first[r] + b)
     ]
-    index = torch.tensor(rows, dtype=torch.long, device=inputs.query.device)
-    smaller = BatchSpec(tuple(b - a for a, b in spans), tuple(seq_lens))
-    starts = [0]
-    for query_len in smaller.query_lens:
-        starts.append(starts[-1] + query_len)
-    chosen = torch.tensor(list(requests), dtype=torch.long, device=inputs.query.device)
-    bias = step.params.query_bias
-    causal = step.params.causal
-    function, score, score_tensors = step.spec.score_function, None, None
-    if function is not None:
-        per_request = step.score_tensors("batch_tensors")
-        sliced = {name: tensor[chosen] for name, tensor in per_request.items()}
-        of_tokens = {name: x[index] for name, x in step.score_tensors("query_tensors").items()}
-        if of_tokens:
-            ends = starts[1:], smaller.seq_lens
-            rows_before = [[end - length] for end, length in zip(*ends, strict=True)]
-            sliced[QUERY_ROW] = torch.tensor(rows_before, dtype=torch.int32, device=index.device)
-        score_tensors = {**step.score_tensors(), **of_tokens, **sliced}
-        score = oracle_score(function, score_tensors, inputs.query.device)
+    index = torch.tensor(rows, dtype=torch.long, device=device)
+    smaller = BatchSpec(tuple(b - a for a, b in spans), seq_lens)
+    starts = [0, *accumulate(smaller.query_lens)]
+    chosen = torch.tensor(list(requests), dtype=torch.long, device=device)
+    bias, sinks, causal = step.params.query_bias, step.params.sinks, step.params.causal
+    score, score_tensors = None, None
+    if step.spec.score_function is not None:
+        score_tensors = _sliced_score_tensors(step, smaller, chosen, index)
+        score = oracle_score(step.spec.score_function, score_tensors, device)
     return replace(
         step,
         case=step.case.replace(batch=str(smaller)),
@@ -77,18 +66,37 @@ def slice_batch(
             value=inputs.value[index],
             out=torch.full_like(inputs.out[index], float("nan")),
             block_table=inputs.block_table[chosen],
-            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=inputs.query.device),
-            seq_lens=torch.tensor(smaller.seq_lens, dtype=torch.int32, device=inputs.query.device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(smaller.seq_lens, dtype=torch.int32, device=device),
             slot_mapping=inputs.slot_mapping[index],
         ),
         params=replace(
             step.params,
             query_bias=None if bias is None else bias[index],
-            sinks=step.params.sinks[index]
-            if step.params.sinks is not None and step.case.token_sinks
-            else step.params.sinks,
+            sinks=sinks[index] if sinks is not None and step.case.token_sinks else sinks,
             causal=causal[chosen] if isinstance(causal, torch.Tensor) else causal,
             score=score,
         ),
         given_score_tensors=score_tensors,
     )
+
+
+def _sliced_score_tensors(
+    step: MaterializedCase, smaller: BatchSpec, chosen: torch.Tensor, index: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The tensors of the score function for a slice.
+
+    Args:
+        step: the whole batch.
+        smaller: the slice.
+        chosen: indices of its requests in the whole batch.
+        index: indices of its rows.
+    """
+    per_request = step.score_tensors("batch_tensors")
+    sliced = {name: tensor[chosen] for name, tensor in per_request.items()}
+    of_tokens = {name: x[index] for name, x in step.score_tensors("query_tensors").items()}
+    if of_tokens:
+        ends = zip(accumulate(smaller.query_lens), smaller.seq_lens, strict=True)
+        rows_before = [[end - length] for end, length in ends]
+        sliced[QUERY_ROW] = torch.tensor(rows_before, dtype=torch.int32, device=index.device)
+    return {**step.score_tensors(), **of_tokens, **sliced}

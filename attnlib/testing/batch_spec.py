@@ -62,6 +62,11 @@ class BatchSpec:
             raise ContractError(f"padding_tokens is {self.padding_tokens}; it is 0 or more")
 
     @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """The query and the sequence length of each request."""
+        return tuple(zip(self.query_lens, self.seq_lens, strict=True))
+
+    @property
     def num_reqs(self) -> int:
         """R, including padding requests."""
         return len(self.query_lens)
@@ -90,10 +95,7 @@ class BatchSpec:
         """The batch in the notation of this module; `parse_batch(str(batch)) == batch`."""
         if not self.query_lens and not self.padding_tokens:
             return "empty"
-        runs = [
-            (len(list(group)), query, seq)
-            for (query, seq), group in groupby(zip(self.query_lens, self.seq_lens, strict=True))
-        ]
+        runs = [(len(list(group)), query, seq) for (query, seq), group in groupby(self.lengths)]
         segments = [
             f"{count if count > 1 else ''}q{query}{'' if seq == query else f's{seq}'}"
             for count, query, seq in runs

@@ -113,7 +113,7 @@ def place_blocks(
 
 def _shared_blocks(batch: BatchSpec, block_size: int) -> int:
     """Number of leading blocks that hold only context in every request (not written this step)."""
-    contexts = [max(s - q, 0) for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
+    contexts = [max(s - q, 0) for q, s in batch.lengths]
     return min((context // block_size for context in contexts), default=0)
 
 

@@ -38,10 +38,15 @@ class CapturedStep:
     """
 
     def __init__(
-        self, target: BackendUnderTest, case: Case, query_len: int, num_blocks: int,
-        num_reqs: int = 6, max_seq_len: int | None = None,
+        self,
+        target: BackendUnderTest,
+        case: Case,
+        query_len: int,
+        num_blocks: int,
+        num_reqs: int = 6,
+        max_seq_len: int | None = None,
         writer: type[AttentionBackend] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.target, self.case, self.query_len, self.num_reqs = target, case, query_len, num_reqs
         tokens, dims, device = num_reqs * query_len, case.dimensions, target.device
         self.limits = BatchLimits(

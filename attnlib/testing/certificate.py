@@ -359,9 +359,13 @@ def _graphs(
     if not decodes or target.backend.validate_configuration(graph_case.spec, info):
         return []
     captured = CapturedStep(
-        target, graph_case, 1, step.inputs.placement.num_blocks, _CAPTURED_REQUESTS,
+        target,
+        graph_case,
+        1,
+        step.inputs.placement.num_blocks,
+        _CAPTURED_REQUESTS,
         max(case.batch_spec.seq_lens),
-    )  # fmt: skip
+    )
     failures = []
     for chosen in (decodes, decodes[-1:], decodes[::-1][:2], decodes * 2):
         chosen = chosen[:_CAPTURED_REQUESTS]
@@ -370,9 +374,11 @@ def _graphs(
         captured.replay()
         out = captured.out[: len(chosen)].clone()
         variant = BatchVariant(
-            "CUDA graphs", f"requests {chosen} in a step of {_CAPTURED_REQUESTS}", part,
+            "CUDA graphs",
+            f"requests {chosen} in a step of {_CAPTURED_REQUESTS}",
+            part,
             tuple((r, 0, 1) for r in chosen),
-        )  # fmt: skip
+        )
         failure = _difference(variant, AttentionOutput(out, None), alone, compared)
         failures += [failure] if failure else []
     return failures

@@ -80,9 +80,7 @@ def make_entries(step: MaterializedCase, device: torch.device | str) -> Entries:
     for part in stored:
         part.fill_(poison_value(case.dimensions.cache_dtype, case.poison))
     masks, lists = [], []
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         count = counts[request]
         mask = torch.zeros(query_len, count, dtype=torch.bool)
         for i in range(query_len):

@@ -30,7 +30,7 @@ from attnlib.testing.coverage import measure_coverage
 from attnlib.testing.kv_formats import KV_FORMAT_CHECKS
 from attnlib.testing.outcome import CaseResult, Outcome
 from attnlib.testing.parallel import default_jobs, run_in_parallel
-from attnlib.testing.report import ConformanceReport
+from attnlib.testing.report import ConformanceReport, report_versions
 
 __all__ = [
     "ConformanceReport",
@@ -100,33 +100,46 @@ def run_conformance(
     checks = checks_of(target) if checks is None else checks
     only = only or (None if score is None else "S1")
     base = target.base_case if "attention" in target.kinds else "state layers only"
-    processes = default_jobs(target) if jobs is None else jobs
-    if processes > 1 and checks is CHECKS:
-        results = run_in_parallel(target, only, processes, on_result)
-    else:
-        results = _run_in_order(checks, target, only, on_result)
+    results = _run(checks, target, only, jobs, on_result)
+    return _report(target, only, str(base), results, started)
+
+
+def _report(
+    target: BackendUnderTest,
+    only: str | None,
+    base: str,
+    results: Sequence[CaseResult],
+    started: float,
+) -> ConformanceReport:
+    """The report of a run that started at a time of `time.perf_counter`."""
+    kv_format = target.kv_format
     return ConformanceReport(
         backend=target.label,
         backend_class=":".join(target.backend.full_cls_name()),
         device=str(target.device),
-        seed=seed,
-        quick=quick,
+        seed=target.seed,
+        quick=target.quick,
         only=only,
-        base_case=str(base),
+        base_case=base,
         results=tuple(results),
         coverage=measure_coverage(target.backend, results),
         seconds=time.perf_counter() - started,
-        versions=_versions(),
+        versions=report_versions(),
         kv_format=None if kv_format is None else load_kv_format(kv_format).name,
     )
 
 
-def _run_in_order(
+def _run(
     checks: Iterable[Check],
     target: BackendUnderTest,
     only: str | None,
+    jobs: int | None,
     on_result: Callable[[CaseResult], None] | None,
 ) -> list[CaseResult]:
+    """Run the checks in processes, or one after the other."""
+    processes = default_jobs(target) if jobs is None else jobs
+    if processes > 1 and checks is CHECKS:
+        return run_in_parallel(target, only, processes, on_result)
     results: list[CaseResult] = []
     for check in checks:
         if broken_by := _first_cuda_error(results):
@@ -227,16 +240,3 @@ def _choose_device(backend: Backend, device: torch.device | str | None) -> torch
     if place.type == "cuda" and place.index is None and torch.cuda.is_available():
         place = torch.device("cuda", torch.cuda.current_device())
     return place
-
-
-def _versions() -> dict[str, str]:
-    import platform
-    import sys
-
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    triton = sys.modules.get("triton")
-    if triton is not None:
-        versions["triton"] = str(triton.__version__)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        versions["gpu"] = torch.cuda.get_device_name()
-    return versions

@@ -14,9 +14,7 @@ __all__ = ["first_difference", "locate_row", "sees_no_key"]
 
 def locate_row(batch: BatchSpec, row: int) -> tuple[int, int, int] | None:
     """The request, the query token and the position (M1) of a row; None for a padding row."""
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         if row < query_len:
             return request, row, seq_len - query_len + row
         row -= query_len

@@ -8,7 +8,7 @@ any layout (P1). Random numbers are drawn on the CPU, so that a case is identica
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -145,22 +145,12 @@ def make_inputs(
     cache = allocate_views(dims, placement.num_blocks, layout, "cpu", poison)
     scales = cache.scales or (_cpu(k_scale), _cpu(v_scale))
     _fill_context(cache, batch, dims, placement, generator, *scales)
-    slots, names = _slot_mapping(batch, placement, dims.block_size), dims.side_formats
-    kept = [row for row, slot in enumerate(slots) if slot >= 0]
+    slots = _slot_mapping(batch, placement, dims.block_size)
     if kv_written:
-        new = stored_heads(dims, key[kept], value[kept])
-        write_slots(cache.key, [slots[row] for row in kept], new[0], scales[0], names[0])
-        if layout != "ALIASED":
-            write_slots(cache.value, [slots[row] for row in kept], new[1], scales[1], names[1])
-    starts = [0, *accumulate(batch.query_lens)]
-    out = _strided_out(batch, dims, poison)
+        _write_new(cache, dims, slots, key, value, *scales)
+    starts, out = [0, *accumulate(batch.query_lens)], _strided_out(batch, dims, poison)
     if contiguous:
-        query, key, value, out = (
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            out.contiguous(),
-        )
+        query, key, value, out = (x.contiguous() for x in (query, key, value, out))
     return StepInputs(
         batch=batch,
         dims=dims,
@@ -278,9 +268,7 @@ def _fill_context(
     """Fill every request's context with random keys and values; shared blocks are filled once."""
     filled: set[int] = set()
     names = dims.side_formats
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         context = max(seq_len - query_len, 0)
         keys = torch.randn(context, dims.num_kv_heads, dims.head_size, generator=generator).to(
             dims.dtype
@@ -296,12 +284,28 @@ def _fill_context(
             write_slots(cache.value, [slots[i] for i in fresh], values[fresh], v_scale, names[1])
 
 
+def _write_new(
+    cache: CacheViews,
+    dims: Dimensions,
+    slots: Sequence[int],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """Write this step's keys and values to their slots; rows with slot -1 write nothing."""
+    kept = [row for row, slot in enumerate(slots) if slot >= 0]
+    written, names = [slots[row] for row in kept], dims.side_formats
+    keys, values = stored_heads(dims, key[kept], value[kept])
+    write_slots(cache.key, written, keys, k_scale, names[0])
+    if cache.layout != "ALIASED":
+        write_slots(cache.value, written, values, v_scale, names[1])
+
+
 def _slot_mapping(batch: BatchSpec, placement: BlockPlacement, block_size: int) -> list[int]:
     """Slots of the query tokens; -1 at negative positions (query longer than its sequence)."""
     slots: list[int] = []
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         num_negative = max(query_len - seq_len, 0)
         slots += [-1] * num_negative
         start = seq_len - query_len + num_negative

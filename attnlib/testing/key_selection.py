@@ -77,7 +77,7 @@ def make_lists(
     size, shared, longest = selection.block_size, selection.query_block_size, selection.max_blocks
     lists: list[list[list[int]]] = []
     starts = [0]
-    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+    for query_len, seq_len in batch.lengths:
         num_blocks = -(-seq_len // size)
         for begin in range(0, query_len, shared):
             last = max(seq_len - query_len + min(begin + shared, query_len) - 1, 0)
@@ -110,7 +110,7 @@ def selected_masks(
     """The selected keys of each request, [Hq, query_len, seq_len] bool, before causality."""
     heads = lists.indices.shape[1]
     masks, first = [], 0
-    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+    for query_len, seq_len in batch.lengths:
         mask = torch.zeros(num_heads, query_len, seq_len, dtype=torch.bool)
         for i in range(query_len):
             own = lists.indices[first + i // selection.query_block_size].tolist()

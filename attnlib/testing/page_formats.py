@@ -52,9 +52,15 @@ def _parts(name: str, plain: torch.dtype, size: int) -> tuple[tuple[torch.dtype,
 
 
 def allocate_pages(
-    names: tuple[str, str], plain: torch.dtype, num_blocks: int, block_size: int,
-    num_kv_heads: int, sizes: tuple[int, int], layout: str, device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+    names: tuple[str, str],
+    plain: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    sizes: tuple[int, int],
+    layout: str,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """A pool of pages of zeros and its views.
 
     Args:
@@ -96,9 +102,13 @@ def _has_fixed_number(name: str) -> bool:
 
 
 def _rows(
-    parts: Sequence[tuple[torch.dtype, int]], names: tuple[str, str], num_blocks: int,
-    block_size: int, num_kv_heads: int, device: torch.device | str,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+    parts: Sequence[tuple[torch.dtype, int]],
+    names: tuple[str, str],
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    device: torch.device | str,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """`allocate_pages` for "HND_ROWS": elements start at even bytes, all scales of a format with a
     fixed number of them at multiples of their size together, of 8 bytes at most."""
     views, starts, end, widest = [], [], 0, 2

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from attnlib.testing.checks import CHECKS
 from attnlib.testing.coverage import Coverage
 from attnlib.testing.kv_formats import KV_FORMAT_CHECKS
 from attnlib.testing.outcome import CaseResult, Outcome
 
-__all__ = ["ConformanceReport", "format_table", "render_report", "report_to_json"]
+__all__ = [
+    "ConformanceReport",
+    "format_table",
+    "render_report",
+    "report_to_json",
+    "report_versions",
+]
 
 _TITLES = {check.id: check.title for check in (*CHECKS, *KV_FORMAT_CHECKS)}
 
@@ -225,3 +235,14 @@ def report_to_json(report: ConformanceReport) -> str:
         "results": [result.to_json() for result in report.results],
     }
     return json.dumps(data, indent=1)
+
+
+def report_versions() -> dict[str, str]:
+    """The versions that results depend on, and the GPU."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    triton = sys.modules.get("triton")
+    if triton is not None:
+        versions["triton"] = str(triton.__version__)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        versions["gpu"] = torch.cuda.get_device_name()
+    return versions

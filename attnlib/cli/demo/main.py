@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib import env, example_model
-from attnlib.cli.arguments import CommandParser, count, model_dtype, present_device, seed
+from attnlib.cli.arguments import CommandParser, add_device_flag, count, model_dtype, seed
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.device import resolve_device
 from attnlib.selection import explain
@@ -203,11 +203,7 @@ def parser() -> CommandParser:
         help="folder or name of a causal language model, or `seeded`: the small decoder",
     )
     made.add_argument("--backend", metavar="REQUEST", help="as ATTNLIB_BACKEND (default: auto)")
-    made.add_argument(
-        "--device",
-        type=present_device,
-        help="cpu, cuda or cuda:1 (default: a GPU if there is one, else the CPU)",
-    )
+    add_device_flag(made)
     made.add_argument(
         "--dtype",
         type=model_dtype,

@@ -12,9 +12,9 @@ from attnlib.bench.backends import split_names
 from attnlib.bench.suites import SUITES
 from attnlib.cli.arguments import (
     CommandParser,
+    add_device_flag,
     input_file,
     output_file,
-    present_device,
     seconds,
 )
 from attnlib.cli.spec_flags import add_spec_flags
@@ -67,11 +67,7 @@ def parser() -> CommandParser:
         metavar="FILE",
         help="rank backends by results of attnlib bench --json on this chip instead of measuring",
     )
-    made.add_argument(
-        "--device",
-        type=present_device,
-        help="cpu, cuda, cuda:1 (default: a GPU if torch has one, else the CPU)",
-    )
+    add_device_flag(made)
     made.add_argument(
         "--out",
         type=output_file,

@@ -97,7 +97,7 @@ class _Lists:
 def _rule_broken(lists: torch.Tensor, case: Case, form: _Form, equal_keys: bool) -> str:
     """The first list that breaks a rule; "" if none does."""
     batch, row = case.batch_spec, 0
-    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+    for query_len, seq_len in batch.lengths:
         for position in range(seq_len - query_len, seq_len):
             own = position // form.block_size
             wanted = min(own + 1, form.max_blocks)

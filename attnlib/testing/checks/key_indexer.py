@@ -106,9 +106,7 @@ def _check(target: BackendUnderTest, case: Case, form: _Form) -> str:
     scales = torch.full(keys.shape[:2], torch.nan).double()
     expected = torch.full((rows, 1 if form.weighted else form.heads, form.max_blocks), -1).int()
     row = 0
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         own = integers(-1, 2, seq_len, form.size)
         factors = 2.0 ** integers(-1, 2, seq_len)
         if form.nans:
@@ -117,9 +115,8 @@ def _check(target: BackendUnderTest, case: Case, form: _Form) -> str:
         at = slots // case.block_size, slots % case.block_size
         keys[at], scales[at] = own, factors
         real = own * factors[:, None] if form.float8 else own
-        for i in range(query_len):
+        for position in range(seq_len - query_len, seq_len):
             found = _scores(query[row], None if weights is None else weights[row], real)
-            position = seq_len - query_len + i
             lists = [_best(scores, form, position) for scores in found.tolist()]
             expected[row] = torch.tensor(lists)
             row += 1

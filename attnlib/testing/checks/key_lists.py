@@ -57,7 +57,7 @@ def _check_nearly(target: BackendUnderTest, case: Case) -> str:
     step, batch = case.materialize(target.device), case.batch_spec
     metadata = target.backend.make_builder(case.spec, target.device).build(0, step.common())
     impl, row = make_impl(target.backend, step), 0
-    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+    for query_len, seq_len in batch.lengths:
         for begin in range(0, query_len, selection.query_block_size):
             end = min(begin + selection.query_block_size, query_len)
             own = (seq_len - query_len + end - 1) // selection.block_size

@@ -77,9 +77,7 @@ def _shares(case: Case) -> torch.Tensor:
     """[T, Dv] float64: the share of the visible keys in each part of the sequence."""
     params, batch, parts = case.oracle_params("cpu"), case.batch_spec, case.dimensions.head_size_v
     found = []
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         positions = seq_len - query_len + torch.arange(query_len)
         visible = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
         one_hot = torch.nn.functional.one_hot(_part(seq_len, parts), parts).double()

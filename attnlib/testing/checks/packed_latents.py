@@ -134,15 +134,26 @@ def attend_packed(
         lse = torch.full(inputs.query.shape[:2], torch.nan, device=inputs.query.device)
     try:
         attend(
-            inputs.query, data, inputs.block_table, inputs.query_start_loc, inputs.seq_lens,
+            inputs.query,
+            data,
+            inputs.block_table,
+            inputs.query_start_loc,
+            inputs.seq_lens,
             AttentionParams(
-                scale=params.scale, causal=params.causal, window=params.window,
+                scale=params.scale,
+                causal=params.causal,
+                window=params.window,
                 attention_chunk_size=params.attention_chunk_size,
-                logits_soft_cap=params.logits_soft_cap, sinks=params.sinks,
+                logits_soft_cap=params.logits_soft_cap,
+                sinks=params.sinks,
             ),
-            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, out=out, lse=lse,
-            selection=step.spec.key_selection, selected=step.selected_keys(),
-        )  # fmt: skip
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            out=out,
+            lse=lse,
+            selection=step.spec.key_selection,
+            selected=step.selected_keys(),
+        )
     except UnsupportedConfigError as error:
         raise UnsupportedCase([str(error)]) from error
     return AttentionOutput(out, lse)

@@ -187,9 +187,13 @@ def _cases(target: BackendUnderTest) -> Iterator[CheckCase]:
         yield CheckCase(f"layout-{layout}", partial(_check, target, case, style, _run_layer), case)
     for stored in ("fp8_e4m3", "fp8_e5m2"):
         case = target.case(
-            batch="q3s20_q1s17", head_size=size, kv_cache_dtype=stored, k_scale=0.5, v_scale=0.25,
+            batch="q3s20_q1s17",
+            head_size=size,
+            kv_cache_dtype=stored,
+            k_scale=0.5,
+            v_scale=0.25,
             kv_scale_kind="head",
-        )  # fmt: skip
+        )
         yield CheckCase(stored, partial(_check, target, case, style, _run_layer), case)
     for stored, rotation, kind in _PAGES:
         case = _page_case(target, stored, rotation)

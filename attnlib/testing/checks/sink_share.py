@@ -78,9 +78,7 @@ def _counts(step: MaterializedCase, entries: Entries | None) -> torch.Tensor:
     """[T, Hq] float64: the keys and entries that each query and head sees."""
     case, params = step.case, step.params
     batch, found = case.batch_spec, []
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         positions = seq_len - query_len + torch.arange(query_len)
         seen = visible_keys(positions, seq_len, params.of_request(request, slice(0, 0)))
         seen = seen.expand(case.num_heads, query_len, seq_len)

@@ -61,7 +61,7 @@ def weights_of_output(
         parts.append(run_materialized_case(target.backend, step).out)
     weights = torch.cat(parts, dim=2).transpose(0, 1).cpu()  # [Hq, T, >= longest]
     rows, found = 0, []
-    for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True):
+    for query_len, seq_len in batch.lengths:
         found.append(weights[:, rows : rows + query_len, :seq_len])
         rows += query_len
     return found
@@ -80,9 +80,7 @@ def _expected_masks(case: Case) -> list[torch.Tensor]:
     """Per request [Hq, query_len, seq_len] bool: the keys that the rules show."""
     params, batch, heads = case.oracle_params("cpu"), case.batch_spec, case.num_heads
     masks = []
-    for request, (query_len, seq_len) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
+    for request, (query_len, seq_len) in enumerate(batch.lengths):
         positions = seq_len - query_len + torch.arange(query_len)
         own = params.of_request(request, slice(0, 0))
         visible = visible_keys(positions, seq_len, own).expand(heads, query_len, seq_len)
