@@ -16,19 +16,13 @@ from typing import Any
 import torch
 
 from attnlib.backends.torch.states import TorchStateImpl
+from attnlib.bench import state_inputs as inputs
 from attnlib.bench.backends import BenchBackend
 from attnlib.bench.peaks import Peaks
 from attnlib.bench.results import Row
 from attnlib.bench.runner import unmeasured
 from attnlib.bench.state_case import StateCase
 from attnlib.bench.state_check import ExpectedStep, StateCheck
-from attnlib.bench.state_inputs import (
-    draw_tokens,
-    draw_weight,
-    fill_slots,
-    set_positions,
-    step_batch,
-)
 from attnlib.bench.timer import GraphTimer, synchronize
 from attnlib.bench.work import step_bytes, surrounding_bytes
 from attnlib.cache.states import StateCache
@@ -75,7 +69,7 @@ class StateRunner:
         assert backend is not None  # the caller has checked that it is available
         self.case, self.label, self.check = case, one.label, check
         draw = torch.Generator(device).manual_seed(_SEED)
-        weight, self.tokens = draw_weight(case.spec, draw), draw_tokens(case, draw)
+        weight, self.tokens = inputs.draw_weight(case.spec, draw), inputs.draw_tokens(case, draw)
         self.layer = StateLayer(case.spec, backend=backend, device=device, conv_weight=weight)
         spec, count, copies = self.layer.spec, case.num_reqs, 1
         if case.context:
@@ -86,11 +80,11 @@ class StateRunner:
         self.common = []
         for copy, start in enumerate(starts):
             slots = range(copy * count, (copy + 1) * count)
-            self.common.append(step_batch(case, start, slots, device))
+            self.common.append(inputs.step_batch(case, start, slots, device))
             if case.context:
-                set_positions(self.cache, self.slots(copy), start)
+                inputs.set_positions(self.cache, self.slots(copy), start)
         if case.context:
-            fill_slots(self.cache, draw)
+            inputs.fill_slots(self.cache, draw)
         self.batches = [self.builder.build(0, each) for each in self.common]
         moved = sum(step_bytes(spec, start, case.query_len) for start in starts) / copies
         if case.is_step:

@@ -13,13 +13,8 @@ from typing import Any
 
 import torch
 
+from attnlib.backends._foreign import packed_states
 from attnlib.backends._foreign.imports import import_guarded, keywords_of
-from attnlib.backends._foreign.packed_states import (
-    PackedBatch,
-    PackedStateImpl,
-    normalized,
-    packed_capabilities,
-)
 from attnlib.backends.base import AttentionBackend, StateImpl
 from attnlib.backends.flashinfer.probe import FlashInferApi, find_api
 from attnlib.backends.flashinfer.toolchain import unavailable_reasons
@@ -40,7 +35,7 @@ class FlashInferGDNBackend(AttentionBackend):
     """FlashInfer's chunked kernel, for prompts and decodes; states as in `fla`."""
 
     description = "gated delta nets on FlashInfer's chunked kernel"
-    state_capabilities = packed_capabilities(
+    state_capabilities = packed_states.packed_capabilities(
         min_capability=(9, 0),
         dtypes=(torch.float16, torch.bfloat16),
         key_sizes=Sizes(exactly=(128,)),
@@ -80,16 +75,16 @@ def _find(capability: tuple[int, int] | None) -> tuple[FlashInferApi | None, str
     return api, problem
 
 
-class FlashInferGDNImpl(PackedStateImpl):
+class FlashInferGDNImpl(packed_states.PackedStateImpl):
     """Decays are factors there, states `[Dv, Dk]`, and a scale of 0 means the default."""
 
     def recur(
-        self, inputs: StateInputs, initial: torch.Tensor, batch: PackedBatch
+        self, inputs: StateInputs, initial: torch.Tensor, batch: packed_states.PackedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PackedStateImpl.recur`."""
         query, key, value, decay, beta = inputs
         if self.spec.qk_norm:
-            query, key = normalized(query), normalized(key)
+            query, key = packed_states.normalized(query), packed_states.normalized(key)
         factor = decay.clamp(min=_LEAST_LOG_DECAY).exp()
         function, out, final = _function(), torch.empty_like(value), torch.empty_like(initial)
         assert function is not None  # selection has called `unavailable`

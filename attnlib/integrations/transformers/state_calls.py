@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers import state_steps
 from attnlib.integrations.transformers.layers import layer_name
-from attnlib.integrations.transformers.state_steps import (
-    PendingConvolution,
-    PendingStep,
-    channel_order,
-    norm_of,
-)
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -55,7 +50,7 @@ def convolve(
     }
     tensors = _given({"conv_weight": weight, "conv_bias": bias})
     if call.mixers.has_recurrence(call.mixer):
-        call.mixers.pending = PendingConvolution(x[0].mT, fields, tensors)
+        call.mixers.pending = state_steps.PendingConvolution(x[0].mT, fields, tensors)
         return x
     if (found := call.mixers.layers.layer_of(call, "convolution", fields, tensors)) is None:
         return torch.zeros_like(x)
@@ -126,9 +121,9 @@ def _step(
         tensors, scale: of the recurrence, as in `MixerLayers.layer_of`.
     """
     convolution, call.mixers.pending = call.mixers.pending, None
-    assert isinstance(convolution, PendingConvolution)  # mixers convolve first
+    assert isinstance(convolution, state_steps.PendingConvolution)  # mixers convolve first
     x = convolution.x
-    form["order"] = channel_order(x, parts, call.mixer)
+    form["order"] = state_steps.channel_order(x, parts, call.mixer)
     (_, key, value), tensors = parts, tensors | convolution.tensors
     sizes = {"num_heads": value.shape[2], "num_key_heads": key.shape[2]}
     sizes |= {"key_size": key.shape[3], "value_size": value.shape[3]}
@@ -136,8 +131,8 @@ def _step(
     if (found := call.mixers.layers.layer_of(call, "step", fields, tensors, scale)) is None:
         return torch.zeros_like(value)
     out = x.new_empty(x.shape[0], value[0, 0].numel())
-    step = PendingStep(*found, x, gates, form, out)
-    if norm_of(call.mixer) is None:
+    step = state_steps.PendingStep(*found, x, gates, form, out)
+    if state_steps.norm_of(call.mixer) is None:
         step.run()
     else:
         call.mixers.pending = step

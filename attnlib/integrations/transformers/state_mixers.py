@@ -17,16 +17,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from attnlib.errors import UnsupportedConfigError
+from attnlib.integrations.transformers import state_steps as steps
 from attnlib.integrations.transformers.layers import layer_name
 from attnlib.integrations.transformers.mixer_forwards import forward_of, is_mixer
 from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.state_calls import FUNCTIONS, MixerCall
-from attnlib.integrations.transformers.state_steps import (
-    PendingConvolution,
-    PendingStep,
-    norm_in_step,
-    norm_of,
-)
 
 if TYPE_CHECKING:
     from attnlib.integrations.transformers.paged_step import PagedStep
@@ -99,9 +94,9 @@ class StateMixers:
             for mixer in self.modules:
                 if (own := forward_of(mixer)) is not None:
                     _replace(stack, mixer, "forward", self._in_step(mixer.forward, own, mixer))
-                elif (found := norm_of(mixer)) is not None:
+                elif (found := steps.norm_of(mixer)) is not None:
                     norm, fields = found
-                    _replace(stack, norm, "forward", norm_in_step(self, norm.forward, fields))
+                    _replace(stack, norm, "forward", steps.norm_in_step(self, norm.forward, fields))
                 stack.callback(mixer.register_forward_pre_hook(self._enter).remove)
                 stack.callback(mixer.register_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -127,12 +122,12 @@ class StateMixers:
             )
 
     @property
-    def pending(self) -> PendingConvolution | PendingStep | None:
+    def pending(self) -> steps.PendingConvolution | steps.PendingStep | None:
         """What the mixer in this thread has called, and a later call computes."""
         return getattr(self._local, "pending", None)
 
     @pending.setter
-    def pending(self, value: PendingConvolution | PendingStep | None) -> None:
+    def pending(self, value: steps.PendingConvolution | steps.PendingStep | None) -> None:
         self._local.pending = value
 
     def has_recurrence(self, mixer: nn.Module) -> bool:

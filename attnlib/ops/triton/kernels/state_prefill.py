@@ -10,18 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels import state_rows as inputs
 from attnlib.ops.triton.kernels.schedule import find_request
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    UNALIGNED,
-    Factors,
-    StateBatch,
-    Tail,
-    Tokens,
-    numbers,
-)
 from attnlib.ops.triton.kernels.state_chunk import chunk_factors
 from attnlib.ops.triton.kernels.state_matrices import chunk_matrices
 
@@ -44,7 +36,7 @@ def prepared_columns(C, PART, PARTS, IS_CHANNEL):
 @triton.jit
 def prepared_rows(workspace, first, number, head, CONFIG: tl.constexpr):
     """Return pointers to the rows of a chunk, the `number`-th of its request, [C]."""
-    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
     SIZE: tl.constexpr = prepared_columns(CONFIG.C, CONFIG.PART, CONFIG.PARTS, IS_CHANNEL)
     place = workspace + ((first + number).to(tl.int64) * CONFIG.HV + head) * (CONFIG.C * SIZE)
     return place + tl.arange(0, CONFIG.C) * SIZE
@@ -62,14 +54,14 @@ def load_prepared(rows, scale, CONFIG: tl.constexpr):
     C: tl.constexpr = CONFIG.C
     matrix = rows[:, None] + tl.arange(0, C)[None, :]
     total = tl.load(rows + 2 * C + 2)
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        total = [tl.load(_channels(rows, part, CONFIG)) for part in numbers(CONFIG.PARTS)]
+    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+        total = [tl.load(_channels(rows, part, CONFIG)) for part in arguments.numbers(CONFIG.PARTS)]
     pairs = tl.load(matrix + C)
-    factors = Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
+    factors = arguments.Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
     return tl.load(matrix) if CONFIG.DELTA else pairs, pairs, factors
 
 
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=arguments.UNALIGNED)
 def state_matrices_kernel(
     q, k, decay, beta, positions, tail_k, tail_decay, tail_beta, query_start_loc, seq_lens,
     slots, sources, workspace, num_reqs, CONFIG: tl.constexpr,
@@ -82,7 +74,9 @@ def state_matrices_kernel(
     number = find_request(query_start_loc, tl.program_id(0), num_reqs, CONFIG.C, 128, CONFIG.EXTRA)
     if number == num_reqs:
         return
-    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(
+        arguments.StateBatch(query_start_loc, seq_lens, slots, sources), number
+    )
     if (request.slot < 0) | (request.count <= 0):
         return
     base = requests.load_base(positions, request, head, 0, CONFIG)
@@ -90,8 +84,8 @@ def state_matrices_kernel(
     start = base + (tl.program_id(0) - chunks) * CONFIG.C
     if start >= request.end:
         return
-    tokens = requests.open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
-    tails = Tail(tail_k, tail_k, tail_decay, tail_beta)
+    tokens = requests.open_head(arguments.Tokens(q, k, k, decay, beta), head, CONFIG)
+    tails = arguments.Tail(tail_k, tail_k, tail_decay, tail_beta)
     tail = requests.open_tail(tails, request.source, head, CONFIG)
     rows = inputs.chunk_rows(request, start, CONFIG)
     chunk = inputs.choose_rows(inputs.load_chunk(rows, tokens, tail, CONFIG), CONFIG)
@@ -104,14 +98,14 @@ def state_matrices_kernel(
     tl.store(matrix + CONFIG.C, pairs)
     tl.store(place + 2 * CONFIG.C, factors.norm_q)
     tl.store(place + 2 * CONFIG.C + 1, factors.norm_k)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
         for part in tl.static_range(len(factors.total)):
             tl.store(_channels(place, part, CONFIG), factors.total[part])
     else:
         tl.store(place + 2 * CONFIG.C + 2, factors.total)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize_on_alignment=arguments.UNALIGNED)
 def state_tail_kernel(
     k, v, decay, beta, positions, tail_k, tail_v, tail_decay, tail_beta, query_start_loc,
     seq_lens, slots, sources, CONFIG: tl.constexpr,
@@ -119,12 +113,12 @@ def state_tail_kernel(
     """Write the tail and the positions of one request and state head. Grid: (requests, HV)."""
     BLOCKS: tl.constexpr = CONFIG.BLOCKS
     head = tl.program_id(1)
-    batch = StateBatch(query_start_loc, seq_lens, slots, sources)
+    batch = arguments.StateBatch(query_start_loc, seq_lens, slots, sources)
     request = requests.open_request(batch, tl.program_id(0))
     if (request.slot < 0) | (request.count <= 0):
         return
-    tokens = requests.open_head(Tokens(k, k, v, decay, beta), head, CONFIG)
-    tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
+    tokens = requests.open_head(arguments.Tokens(k, k, v, decay, beta), head, CONFIG)
+    tails = arguments.Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = requests.open_tail(tails, request.source, head, CONFIG)
     target = requests.open_tail(tails, request.slot, head, CONFIG)
     first = requests.first_written(request, CONFIG)

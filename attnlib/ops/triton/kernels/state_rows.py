@@ -8,14 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    DECAY_CONSTANT,
-    DECAY_HEAD,
-    Chunk,
-    Rows,
-    numbers,
-)
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels.state_requests import part_columns, value_columns
 
 __all__ = [
@@ -39,7 +32,7 @@ def chunk_rows(request, start, CONFIG: tl.constexpr):
     held = position < request.computed
     fresh = (position >= request.computed) & (position < request.end)
     token = (request.first + position - request.computed).to(tl.int64)
-    return Rows(position, held, fresh, (position % CONFIG.RING).to(tl.int64), token)
+    return arguments.Rows(position, held, fresh, (position % CONFIG.RING).to(tl.int64), token)
 
 
 @triton.jit
@@ -82,9 +75,12 @@ def _load_decays(rows, tokens, tail, part: tl.constexpr, CONFIG: tl.constexpr):
 @triton.jit
 def _load_decay(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the decays; 0 in rows without a token."""
-    if CONFIG.DECAY == DECAY_CHANNEL:
-        decay = [_load_decays(rows, tokens, tail, part, CONFIG) for part in numbers(CONFIG.PARTS)]
-    elif CONFIG.DECAY == DECAY_CONSTANT:
+    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+        decay = [
+            _load_decays(rows, tokens, tail, part, CONFIG)
+            for part in arguments.numbers(CONFIG.PARTS)
+        ]
+    elif CONFIG.DECAY == arguments.DECAY_CONSTANT:
         decay = tl.where(rows.held | rows.fresh, tl.load(tokens.decay), 0.0)
     else:
         decay = _load_numbers(rows, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T)
@@ -132,12 +128,12 @@ def load_chunk(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the `Chunk` of one head, before `choose_rows`."""
     parts = [
         (_load_queries(rows, tokens, part, CONFIG), _load_keys(rows, tokens, tail, part, CONFIG))
-        for part in numbers(0 if CONFIG.RELOAD else CONFIG.PARTS)
+        for part in arguments.numbers(0 if CONFIG.RELOAD else CONFIG.PARTS)
     ]
     beta = tl.full([CONFIG.C], 1.0, tl.float32)
     if CONFIG.HAS_BETA:
         beta = _load_numbers(rows, tail.beta, tokens.beta, CONFIG.HV, CONFIG.B_T)
-    return Chunk(parts, _load_decay(rows, tokens, tail, CONFIG), beta, rows, tokens, tail)
+    return arguments.Chunk(parts, _load_decay(rows, tokens, tail, CONFIG), beta, rows, tokens, tail)
 
 
 @triton.jit
@@ -147,7 +143,7 @@ def choose_rows(chunk, CONFIG: tl.constexpr):
     parts = [
         (tl.where(rows.fresh[:, None], part[0], 0.0), choose(rows, part[1])) for part in chunk.parts
     ]
-    return Chunk(parts, chunk.decay, chunk.beta, rows, chunk.tokens, chunk.tail)
+    return arguments.Chunk(parts, chunk.decay, chunk.beta, rows, chunk.tokens, chunk.tail)
 
 
 @triton.jit
@@ -184,9 +180,9 @@ def store_chunk(rows, wanted, chunk, tail, head, CONFIG: tl.constexpr):
     PARTS: tl.constexpr = CONFIG.PARTS
     if CONFIG.HAS_BETA:
         tl.store(tail.beta + rows.ring * CONFIG.HV, chunk.beta, mask=wanted)
-    if CONFIG.DECAY == DECAY_HEAD:
+    if CONFIG.DECAY == arguments.DECAY_HEAD:
         tl.store(tail.decay + rows.ring * CONFIG.HV, chunk.decay, mask=wanted)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
         for part in tl.static_range(PARTS):
             _store_part(rows, wanted, chunk.decay[part], part, tail.decay, CHANNELS, CONFIG)
     if head % (CONFIG.HV // CONFIG.HK) == 0:

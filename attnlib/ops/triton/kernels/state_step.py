@@ -13,14 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import (
-    UNALIGNED,
-    Results,
-    Slots,
-    StateBatch,
-    Tail,
-    Tokens,
-)
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels.state_program import compute_request, load_first
 from attnlib.ops.triton.kernels.state_requests import load_base, open_request
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
@@ -28,7 +21,9 @@ from attnlib.ops.triton.kernels.state_rows import clear_tokens
 __all__ = ["state_step_kernel"]
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=arguments.UNALIGNED
+)
 def state_step_kernel(
     q, k, v, decay, beta, skip, out, state, positions, tail_k, tail_v, tail_decay, tail_beta,
     query_start_loc, seq_lens, slots, sources, workspace, scale, num_reqs, num_tokens,
@@ -45,15 +40,17 @@ def state_step_kernel(
         first = tl.load(query_start_loc + num_reqs)
         clear_tokens(out, first, num_tokens, head, block, CONFIG)
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = open_request(arguments.StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
         clear_tokens(out, request.first, request.first + request.count, head, block, CONFIG)
         return
     if request.count <= 0:
         return
-    slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
+    slots_of = arguments.Slots(
+        state, positions, arguments.Tail(tail_k, tail_v, tail_decay, tail_beta)
+    )
     base = load_base(positions, request, head, block, CONFIG)
-    tokens = Tokens(q, k, v, decay, beta)
+    tokens = arguments.Tokens(q, k, v, decay, beta)
     s = load_first(request, base, tokens, slots_of, False, CONFIG)
-    results = Results(skip, out, workspace, scale)
+    results = arguments.Results(skip, out, workspace, scale)
     compute_request(request, number, base, s, tokens, slots_of, results, False, CONFIG)

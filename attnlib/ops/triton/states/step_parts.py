@@ -7,12 +7,7 @@ import triton
 from torch import Tensor
 
 from attnlib.ops.states.step_form import StepForm
-from attnlib.ops.triton.kernels.step_parts import (
-    GATES,
-    StepConfig,
-    gated_norm_kernel,
-    state_gates_kernel,
-)
+from attnlib.ops.triton.kernels import step_parts
 from attnlib.ops.triton.states.launch import KernelLaunch
 
 __all__ = ["gated_norm", "norm_launch", "state_gates", "step_config"]
@@ -32,7 +27,8 @@ def state_gates(a: Tensor, b: Tensor | None, form: StepForm) -> tuple[Tensor, Te
         tensors = (a, a if b is None else b, form.rate, form.bias)
         grid = (triton.cdiv(a.shape[0], _TOKENS), a.shape[1])
         outputs = (decay, decay if beta is None else beta)
-        KernelLaunch(state_gates_kernel, config, grid, (a.shape[0],)).run(*tensors, *outputs)
+        kernel = step_parts.state_gates_kernel
+        KernelLaunch(kernel, config, grid, (a.shape[0],)).run(*tensors, *outputs)
     return decay, beta
 
 
@@ -47,7 +43,7 @@ def norm_launch(out: Tensor, z: Tensor | None, form: StepForm) -> KernelLaunch:
     """The launch of `gated_norm`; takes outputs, gates (outputs if there are none) and weights."""
     config = step_config(out, None, z, out, form, False, 1)
     grid = (out.shape[0], out.shape[1] * out.shape[2] // form.norm_size)
-    return KernelLaunch(gated_norm_kernel, config, grid)
+    return KernelLaunch(step_parts.gated_norm_kernel, config, grid)
 
 
 def step_config(
@@ -58,16 +54,16 @@ def step_config(
     form: StepForm,
     has_beta: bool,
     tokens: int,
-) -> StepConfig:
+) -> step_parts.StepConfig:
     """The constants of a call; `out` is `[T, Hv, ...]`, and a program has `tokens` tokens."""
     channels, size = a.shape[2] if a.dim() == 3 else 1, form.norm_size
     has_weights = form.norm_weight is not None and form.norm_weight.shape[0] > size
-    return StepConfig(
+    return step_parts.StepConfig(
         HV=out.shape[1],
         DK=channels,
         CHANNELS=triton.next_power_of_2(channels),
         TOKENS=tokens,
-        GATES=GATES[form.gates],
+        GATES=step_parts.GATES[form.gates],
         LOW=form.bounds[0],
         HIGH=min(form.bounds[1], torch.finfo(torch.float32).max),
         BETA=form.beta_factor,

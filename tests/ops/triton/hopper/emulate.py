@@ -97,7 +97,7 @@ class _Module:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return _emulated(getattr(self._module, name))
+        return REPLACED.get(name, _emulated(getattr(self._module, name)))
 
 
 def _emulated(value: Any) -> Any:

@@ -25,19 +25,9 @@ import triton.language as tl
 
 from attnlib.ops.triton.hopper.kernels import state_pieces as pieces
 from attnlib.ops.triton.hopper.kernels.state_channels import channel_products
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels import state_requests as requests
 from attnlib.ops.triton.kernels.schedule import find_request
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    DECAY_CONSTANT,
-    DECAY_HEAD,
-    UNALIGNED,
-    Chunk,
-    Factors,
-    StateBatch,
-    Tail,
-    Tokens,
-)
 from attnlib.ops.triton.kernels.state_matrices import head_products, invert, key_pairs
 from attnlib.ops.triton.kernels.state_sums import summable
 
@@ -53,15 +43,15 @@ def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
     if CONFIG.HAS_BETA:
         places = tail.beta, tokens.beta
         beta = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.B_T, CONFIG)
-    if CONFIG.DECAY == DECAY_CONSTANT:
+    if CONFIG.DECAY == arguments.DECAY_CONSTANT:
         decay = tl.where(row < part.stop - part.start, tl.load(tokens.decay), 0.0)
-    elif CONFIG.DECAY == DECAY_HEAD:
+    elif CONFIG.DECAY == arguments.DECAY_HEAD:
         places = tail.decay, tokens.decay
         decay = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.G_T, CONFIG)
     columns = requests.part_columns(0, CONFIG)
     k = pieces.load_keys(part, tokens, tail, columns, CONFIG)
     q = pieces.load_queries(part, tokens, columns, CONFIG)
-    return Chunk(((q, k),), decay, beta, 0, tokens, tail)
+    return arguments.Chunk(((q, k),), decay, beta, 0, tokens, tail)
 
 
 @triton.jit
@@ -74,7 +64,7 @@ def _factors(chunk, scale, CONFIG: tl.constexpr):
         q, k = q.to(tl.float32), k.to(tl.float32)
         norm_q = tl.rsqrt(tl.sum(q * q, 1) + CONFIG.EPS)
         norm_k = tl.rsqrt(tl.sum(k * k, 1) + CONFIG.EPS)
-    return Factors(tl.cumsum(summable(chunk.decay), 0), norm_q * scale, norm_k)
+    return arguments.Factors(tl.cumsum(summable(chunk.decay), 0), norm_q * scale, norm_k)
 
 
 @triton.constexpr_function
@@ -90,7 +80,7 @@ def factor_size(C, PART, IS_CHANNEL):
     return max(5 * C, C + PART if IS_CHANNEL else 0)
 
 
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=arguments.UNALIGNED)
 def long_matrices_kernel(
     q, k, decay, beta, positions, tail_k, tail_decay, tail_beta, query_start_loc, seq_lens,
     slots, sources, planes, factors, scale, num_reqs, CONFIG: tl.constexpr,
@@ -101,22 +91,24 @@ def long_matrices_kernel(
     factors: [chunks, HV, factor_size] float32.
     """
     C: tl.constexpr = CONFIG.C
-    CHANNEL: tl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    CHANNEL: tl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
     PLANES: tl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     FACTORS: tl.constexpr = factor_size(C, CONFIG.PART, CHANNEL)
     place, head, row = tl.program_id(0), tl.program_id(1), tl.arange(0, C)
     number = find_request(query_start_loc, place, num_reqs, C, 128, CONFIG.EXTRA)
     if number == num_reqs:
         return
-    request = requests.open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = requests.open_request(
+        arguments.StateBatch(query_start_loc, seq_lens, slots, sources), number
+    )
     if (request.slot < 0) | (request.count <= 0):
         return
     base = requests.load_base(positions, request, head, 0, CONFIG)
     own = place - request.first // C - number * CONFIG.EXTRA
     if own >= pieces.count_chunks(request, base, CONFIG):
         return
-    tokens = requests.open_head(Tokens(q, k, k, decay, beta), head, CONFIG)
-    tails = Tail(tail_k, tail_k, tail_decay, tail_beta)
+    tokens = requests.open_head(arguments.Tokens(q, k, k, decay, beta), head, CONFIG)
+    tails = arguments.Tail(tail_k, tail_k, tail_decay, tail_beta)
     tail = requests.open_tail(tails, request.source, head, CONFIG)
     part = pieces.open_part(request, base, own, CONFIG)
     chunk = _open_chunk(part, tokens, tail, CONFIG)

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
 
 from attnlib.ops.triton.hopper.kernels import state_pieces as pieces
 from attnlib.ops.triton.hopper.kernels.compat import partition_barrier
@@ -22,15 +17,8 @@ from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows
 from attnlib.ops.triton.hopper.kernels.state_stages import WARPS, allocate, load_chunks
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels import state_requests as requests
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    UNALIGNED,
-    StateBatch,
-    Tail,
-    Tokens,
-    numbers,
-)
 
 __all__ = ["serial_step_kernel"]
 
@@ -48,17 +36,17 @@ def _multiply(a, b, acc, EMPTY: gl.constexpr):
     """Issue acc + a b^T with a in two halves, and b a tuple of two transposed tiles or one; the
     product of the smaller halves is left out. EMPTY: acc is 0. There are len(b) + 1 products."""
     if len(b) == 2:
-        acc = warpgroup_mma(a[0], b[1], acc, use_acc=not EMPTY, is_async=True)
-        acc = warpgroup_mma(a[1], b[0], acc, is_async=True)
+        acc = hopper.warpgroup_mma(a[0], b[1], acc, use_acc=not EMPTY, is_async=True)
+        acc = hopper.warpgroup_mma(a[1], b[0], acc, is_async=True)
     else:
-        acc = warpgroup_mma(a[1], b[0], acc, use_acc=not EMPTY, is_async=True)
-    return warpgroup_mma(a[0], b[0], acc, is_async=True)
+        acc = hopper.warpgroup_mma(a[1], b[0], acc, use_acc=not EMPTY, is_async=True)
+    return hopper.warpgroup_mma(a[0], b[0], acc, is_async=True)
 
 
 @gluon.jit
 def _tiles(tiles, first, COUNT: gl.constexpr, TURNED: gl.constexpr):
     """Return COUNT tiles as right operands of `_multiply`."""
-    found = [tiles.index(first + number) for number in numbers(COUNT)]
+    found = [tiles.index(first + number) for number in arguments.numbers(COUNT)]
     return [tile.permute((1, 0)) if TURNED else tile for tile in found]
 
 
@@ -74,7 +62,7 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
     the outputs of the chunk [ROWS, C]."""
     C: gl.constexpr = CONFIG.C
     ROWS: gl.constexpr = CONFIG.ROWS
-    CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
     # Tiles of rows that the state is multiplied by. Keys serve for the next state, too.
     TILES: gl.constexpr = 2 if CHANNEL else 1
     READ: gl.constexpr = TILES if CONFIG.DELTA or not CHANNEL else 0
@@ -93,7 +81,7 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
     values = stages.values.index(stage).permute((1, 0)).load(LAYOUT).to(gl.float32)
     u = values * _vector(stages, stage, 0, C, LAYOUT)
     if CONFIG.DELTA:
-        seen = warpgroup_mma_wait(0, [seen])
+        seen = hopper.warpgroup_mma_wait(0, [seen])
         if not CHANNEL:
             seen = seen * _vector(stages, stage, C, C, LAYOUT)
         solve = _tiles(stages.planes, plane + 2, 2, True)
@@ -107,13 +95,13 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
         ends = stages.factors.index(stage).slice(4 * C, C).load(gl.SliceLayout(0, LAYOUT))
         s = s * gl.max(ends, 0)
     if CONFIG.DELTA:
-        u = warpgroup_mma_wait(TILES + 1, [u])
+        u = hopper.warpgroup_mma_wait(TILES + 1, [u])
     inner = _multiply(_halves(u, OPERAND), _tiles(stages.planes, plane, 2, True), zeros, True)
     if not CHANNEL:
         u = u * _vector(stages, stage, 3 * C, C, LAYOUT)
     kept = _tiles(stages.rows, row + KEPT, TILES, False)
     s = _multiply(_halves(u, OF_STATE), kept, s, False)
-    o, inner = warpgroup_mma_wait(TILES + 1, [o, inner])
+    o, inner = hopper.warpgroup_mma_wait(TILES + 1, [o, inner])
     if not CHANNEL:
         o = o * _vector(stages, stage, 2 * C, C, LAYOUT)
     o = o + inner
@@ -159,19 +147,21 @@ def _multiply_chunks(stages, work, state, out, skip, head, block, CONFIG: gl.con
     for own in range(count):
         part = pieces.open_part(request, base, own, CONFIG)
         stage = own % stages.STAGES
-        mbarrier.wait(stages.full.index(stage), (own // stages.STAGES) & 1)
-        fence_async_shared()
+        hopper.mbarrier.wait(stages.full.index(stage), (own // stages.STAGES) & 1)
+        hopper.fence_async_shared()
         s, o = _compute_chunk(s, stages, stage, skip, CONFIG)
         _store_outputs(out, part, o, CONFIG)
-        s = warpgroup_mma_wait(0, [s])
-        mbarrier.arrive(stages.empty.index(stage), count=1)
+        s = hopper.warpgroup_mma_wait(0, [s])
+        hopper.mbarrier.arrive(stages.empty.index(stage), count=1)
         if CONFIG.C == CONFIG.UNIT:
             s = s.to(TYPE).to(gl.float32)  # once for each chunk, stored or not (T13)
         if part.stop == keep:
             gl.store(places, s.to(TYPE))
 
 
-@gluon.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(
+    do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=arguments.UNALIGNED
+)
 def serial_step_kernel(
     q, k, v, skip, out, state, positions, tail_k, tail_v, query_start_loc, seq_lens, slots, sources,
     planes, factors, num_reqs, num_tokens, CONFIG: gl.constexpr,
@@ -181,10 +171,10 @@ def serial_step_kernel(
     CONFIG is a `StateConfig` of `long_tile`. Grid: (requests + 1, HV * BLOCKS), launched with WARPS
     warps. The last programs clear the rows after the last request.
     """
-    CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
-    batch = StateBatch(query_start_loc, seq_lens, slots, sources)
+    batch = arguments.StateBatch(query_start_loc, seq_lens, slots, sources)
     request = requests.open_request(batch, gl.minimum(number, num_reqs - 1))
     first, last, base, count = request.first, request.first, 0, 0
     if number == num_reqs:
@@ -195,8 +185,8 @@ def serial_step_kernel(
         base = requests.load_base(positions, request, head, block, CONFIG)
         count = pieces.count_chunks(request, base, CONFIG)
     clear_rows(out, first, last, head, block, gl.BlockedLayout([1], [32], [WARPS], [0]), CONFIG)
-    tokens = requests.open_head(Tokens(q, k, v + block * CONFIG.ROWS, q, q), head, CONFIG)
-    tails = Tail(tail_k, tail_v + block * CONFIG.ROWS, q, q)
+    tokens = requests.open_head(arguments.Tokens(q, k, v + block * CONFIG.ROWS, q, q), head, CONFIG)
+    tails = arguments.Tail(tail_k, tail_v + block * CONFIG.ROWS, q, q)
     tail = requests.open_tail(tails, request.source, head, CONFIG)
     factor = 0.0
     if CONFIG.HAS_SKIP:
@@ -205,7 +195,7 @@ def serial_step_kernel(
     planes += chunk * plane_size(CONFIG.C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     factors += chunk * factor_size(CONFIG.C, CONFIG.PART, CHANNEL)
     stages = allocate(CONFIG)
-    fence_async_shared()
+    hopper.fence_async_shared()
     # More would not fit, and wait forever: those of a request with more tokens than the step says.
     work = request, base, gl.minimum(count, CONFIG.CHUNKS) if CONFIG.CHUNKS else count
     if CONFIG.CHUNKS:

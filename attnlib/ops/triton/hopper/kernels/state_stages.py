@@ -4,12 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnlib.ops.triton.hopper.kernels.compat import (
-    Value,
-    aggregate,
-    arrive_after_copies,
-    copy_to_shared,
-)
+from attnlib.ops.triton.hopper.kernels import compat
 from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
 from attnlib.ops.triton.hopper.kernels.state_pieces import open_part, token_places, wanted_rows
@@ -21,7 +16,7 @@ WARPS: gl.constexpr = gl.constexpr(4)
 """Warps that copy, and as many that multiply."""
 
 
-@aggregate
+@compat.aggregate
 class Stages:
     """Chunks in shared memory.
 
@@ -36,12 +31,12 @@ class Stages:
         R, M, STAGES: numbers of tiles.
     """
 
-    rows: Value
-    planes: Value
-    values: Value
-    factors: Value
-    full: Value
-    empty: Value
+    rows: compat.Value
+    planes: compat.Value
+    values: compat.Value
+    factors: compat.Value
+    full: compat.Value
+    empty: compat.Value
     R: gl.constexpr
     M: gl.constexpr
     STAGES: gl.constexpr
@@ -86,7 +81,7 @@ def _copy_tokens(target, part, old, new, OLD: gl.constexpr, NEW: gl.constexpr, C
     row = gl.arange(0, CONFIG.C, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     place, exists = token_places(part, row, columns, old, new, OLD, NEW, CONFIG)
-    copy_to_shared(target, place, mask=exists)
+    compat.copy_to_shared(target, place, mask=exists)
 
 
 @gluon.jit
@@ -96,7 +91,7 @@ def _copy_tile(target, place, first=0, last=None):
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     wanted = None if last is None else ((row >= first) & (row < last))[:, None]
-    copy_to_shared(target, place + row[:, None] * target.shape[1] + columns[None, :], wanted)
+    compat.copy_to_shared(target, place + row[:, None] * target.shape[1] + columns[None, :], wanted)
 
 
 @gluon.jit
@@ -146,9 +141,9 @@ def load_chunks(stages, work, tokens, tail, planes, factors, CONFIG: gl.constexp
         vector = factors + own.to(gl.int64) * (FACTORS * CONFIG.HV)
         mbarrier.wait(stages.empty.index(stage), ((own // stages.STAGES) & 1) ^ 1)
         _copy_rows(stages, stage, part, plane, tokens, tail, CONFIG)
-        copy_to_shared(stages.factors.index(stage), vector + source, mask=wanted)
+        compat.copy_to_shared(stages.factors.index(stage), vector + source, mask=wanted)
         values = stages.values.index(stage)
         _copy_tokens(values, part, tail.v, tokens.v, OLD, CONFIG.V_T, CONFIG)
         for piece in gl.static_range(stages.M):
             _copy_tile(stages.planes.index(stage * stages.M + piece), plane + piece * C * C)
-        arrive_after_copies(stages.full.index(stage), increment_count=False)
+        compat.arrive_after_copies(stages.full.index(stage), increment_count=False)
