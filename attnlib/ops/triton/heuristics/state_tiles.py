@@ -61,7 +61,8 @@ class StateChoice(NamedTuple):
             what they share is computed once; for decodes only.
         group: rows of the tail that a decode in the form of `kernels.state_decode` loads at a time,
             a power of two; its `rows` are those of a program, which computes 64 of them at a time
-            where it fills a chunk. For decodes only; 0 for steps in chunks.
+            where it fills a chunk. For decodes only, at least 2 with `copies`; 0 for steps in
+            chunks.
         copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`).
     """
 
@@ -121,6 +122,7 @@ class StateTile(NamedTuple):
         if is_amd:
             return {"num_warps": min(self.num_warps, 4), "num_stages": 1}
         most = {"maxnreg": self.registers} if self.registers else {}
+        most["launch_pdl"] = self.copies  # these kernels wait for the one before
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 

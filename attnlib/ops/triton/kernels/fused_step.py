@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 
 from attnlib.ops.triton.kernels import short_convolution as convolution
-from attnlib.ops.triton.kernels.state_arguments import (
-    UNALIGNED,
-    Results,
-    Slots,
-    StateBatch,
-    StateConfig,
-    Tail,
-    Tokens,
-)
+from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels.state_program import compute_request, load_first
 from attnlib.ops.triton.kernels.state_requests import load_base, open_request
 from attnlib.ops.triton.kernels.state_rows import clear_tokens
@@ -37,14 +29,14 @@ __all__ = [
 ]
 
 
-FUSED_UNALIGNED = [*UNALIGNED, "rate", "gate_bias", "norm_weight"]
+FUSED_UNALIGNED = [*arguments.UNALIGNED, "rate", "gate_bias", "norm_weight"]
 
 
 class FusedConfig(NamedTuple):
     """Constants of the kernel: those of its parts; the first channels of queries, keys and values;
     DK, and the elements of queries, keys and values of a program, as powers of two."""
 
-    STATE: StateConfig
+    STATE: arguments.StateConfig
     CONVOLUTION: convolution.ConvolutionConfig
     STEP: StepConfig
     Q: int
@@ -110,7 +102,7 @@ def fused_step_kernel(
         first = tl.load(query_start_loc + num_reqs)
         clear_tokens(out, first, num_tokens, head, block, STATE)
         return
-    request = open_request(StateBatch(query_start_loc, seq_lens, slots, sources), number)
+    request = open_request(arguments.StateBatch(query_start_loc, seq_lens, slots, sources), number)
     if request.slot < 0:
         clear_tokens(out, request.first, request.first + request.count, head, block, STATE)
         return
@@ -118,8 +110,12 @@ def fused_step_kernel(
         return
     base = load_base(positions, request, head, block, STATE)
     # Before the convolution, which takes as long as the state is under way.
-    tokens = Tokens(convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta)
-    slots_of = Slots(state, positions, Tail(tail_k, tail_v, tail_decay, tail_beta))
+    tokens = arguments.Tokens(
+        convolved + CONFIG.Q, convolved + CONFIG.K, convolved + CONFIG.V, decay, beta
+    )
+    slots_of = arguments.Slots(
+        state, positions, arguments.Tail(tail_k, tail_v, tail_decay, tail_beta)
+    )
     s = load_first(request, base, tokens, slots_of, True, STATE)
     token, element = tl.arange(0, STEP.TOKENS), tl.arange(0, CONFIG.ELEMENTS)
     exists = token < request.count
@@ -139,14 +135,14 @@ def fused_step_kernel(
     tl.store(place, y.to(convolved.dtype.element_ty), mask=exists[:, None] & inputs.inside)
     # A step of at most D + 1 tokens writes no row that another program reads.
     inputs = convolution.Inputs(inputs.x, inputs.window, request.computed, writes[None, :])
-    zero = tl.arange(0, 1)
-    convolution.write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
+    written = inputs, window, window_positions, channels, tl.arange(0, 1)
+    convolution.write_window(request, request.end, *written, CHANNELS)
     if STEP.GATES > 0:
         given = a, b, rate, gate_bias, decay, beta, request.first + token, exists
         head_gates(*given, tl.arange(0, STEP.CHANNELS), head, STEP)
     # Threads read what others of the program have written.
     tl.debug_barrier()
-    results = Results(skip, out, decay, scale)
+    results = arguments.Results(skip, out, decay, scale)
     compute_request(request, number, base, s, tokens, slots_of, results, True, STATE)
     if STEP.NORM:
         index = tl.arange(0, STEP.WIDTH)

@@ -118,14 +118,14 @@ def convolve(pairs, taps, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def write_window(request, inputs, window, positions, channels, zero, CONFIG: tl.constexpr):
-    """Write what the next step may need of the last inputs, D + W - 1 of them, to the window.
-    `zero` is a tensor [1]."""
+def write_window(request, end, inputs, window, positions, channels, zero, CONFIG: tl.constexpr):
+    """Write what the next step may need of the last inputs, D + W - 1 of them, to the window, but
+    not those from position `end` on. `zero` is a tensor [1]."""
     low = tl.maximum(request.computed, request.end - CONFIG.D)
     first = tl.maximum(low - (CONFIG.W - 1), 0)
     if request.source == request.slot:
         first = tl.maximum(first, request.computed)
-    for position in range(first, request.end):
+    for position in range(first, end):
         at = position + zero
         x = _chosen(_load_pair(inputs, at, at >= 0, CONFIG))
         place = window + request.slot * CONFIG.WINDOW + position % CONFIG.RING * CONFIG.C
@@ -192,5 +192,5 @@ def short_convolution_kernel(
     if first == 0:
         # Other threads of the program may still read rows that are written now.
         tl.debug_barrier()
-        zero = tl.arange(0, 1)
-        write_window(request, inputs, window, positions, channels, zero, CONFIG)
+        given = inputs, window, positions, channels, tl.arange(0, 1)
+        write_window(request, request.end, *given, CONFIG)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels import compat
 from attnlib.ops.triton.hopper.kernels import fused_tokens as fused
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
-from attnlib.ops.triton.hopper.kernels.compat import partition_barrier, reinterpret
 from attnlib.ops.triton.hopper.kernels.state_decode import decode_tokens, store_slot
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, new_token, store_outputs
 from attnlib.ops.triton.kernels import short_convolution as convolution
@@ -46,6 +46,8 @@ def fused_decode_kernel(
     BOTH: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, STATE.WARPS], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, BOTH)
     TOKEN: gl.constexpr = gl.SliceLayout(1, BOTH)
+    compat.wait_on_dependent_grids()
+    compat.launch_dependent_grids()
     number = gl.program_id(0)
     head, block = gl.program_id(1) // STATE.BLOCKS, gl.program_id(1) % STATE.BLOCKS
     if number == num_reqs:
@@ -63,8 +65,8 @@ def fused_decode_kernel(
     element, index = gl.arange(0, CONFIG.ELEMENTS, COLUMN), gl.arange(0, STEP.WIDTH, COLUMN)
     channels, exist, writes = program_channels(element, head, block, CONFIG)
     place = x + request.first.to(gl.int64) * CHANNELS.X_T + channels[None, :]
-    held = window + request.source * CHANNELS.WINDOW + channels[None, :]
-    inputs = convolution.Inputs(place, held, request.computed, exist[None, :])
+    before = window + request.source * CHANNELS.WINDOW + channels[None, :]
+    inputs = convolution.Inputs(place, before, request.computed, exist[None, :])
     token = gl.arange(0, STATE.QUERIES, TOKEN)
     position, exists = request.computed + token, token < request.count
     pairs = convolution.load_inputs(inputs, position, exists, CHANNELS)
@@ -73,39 +75,47 @@ def fused_decode_kernel(
     projections = [
         fused.load_projections(row, a, b, tokens, head, KEYS, CONFIG) for row in new_rows
     ]
+    taps, speed, shift = (
+        fused.load_taps(weight, bias, channels, STATE.WARPS, CHANNELS),
+        scale,
+        scale,
+    )
+    if STEP.GATES != 0:
+        speed = gl.load(rate + head).to(gl.float32)
+        shift = fused.load_channels(gate_bias, head, KEYS, STATE)
     norms = new_rows
     if fused.has_groups(CONFIG):
         norms = [load_norm(z, norm_weight, row, head, index, STEP) for row in new_rows]
-    partition_barrier()  # ptxas would put these loads behind the copies
+    compat.partition_barrier()  # ptxas would put these loads behind the copies
     tails = Tail(tail_k, tail_v, tail_decay, tail_beta)
     tail = requests.open_tail(tails, request.source, head, STATE)
     shared = memory.allocate(tails, STATE)
     memory.copy_tail(shared, request, base, tokens, tail, block, STATE)
     memory.copy_state(shared, state, request.source, head, block, base, STATE)
-    # What waits for new tokens also waits for these, so that no copy waits.
-    taps, speed, shift = convolution.load_taps(weight, bias, channels, CHANNELS), scale, scale
-    if STEP.GATES != 0:
-        speed = gl.load(rate + head).to(gl.float32)
-        shift = fused.load_channels(gate_bias, head, KEYS, STATE)
     # A step of at most D + 1 tokens writes no row that another program reads.
-    inputs = convolution.Inputs(place, held, request.computed, writes[None, :])
-    zero = gl.arange(0, 1, TOKEN)
-    convolution.write_window(request, inputs, window, window_positions, channels, zero, CHANNELS)
+    inputs = convolution.Inputs(place, before, request.computed, writes[None, :])
+    given = inputs, window, window_positions, channels, gl.arange(0, 1, TOKEN)
+    convolution.write_window(request, request.computed, *given, CHANNELS)
+    row = (position % CHANNELS.RING)[:, None] * CHANNELS.C + channels[None, :]
+    target, newest = window + request.slot * CHANNELS.WINDOW, pairs[CHANNELS.W - 1][1]
+    gl.store(target + row, newest, mask=exists[:, None] & inputs.inside)
     KIND: gl.constexpr = x.dtype.element_ty
     SHAPE: gl.constexpr = [STATE.QUERIES, CONFIG.ELEMENTS]
     rows = gl.allocate_shared_memory(KIND, SHAPE, memory.VECTOR)
     y = convolution.convolve(pairs, taps, CHANNELS).to(KIND)
-    reinterpret(rows, KIND, SHAPE, memory.ROWS_LAYOUT).store(y)
+    held = compat.reinterpret(rows, KIND, SHAPE, memory.ROWS_LAYOUT)
+    held.store(y)
     gates = [(each, speed, shift) for each in projections]
     given = [(rows.index(n), gates[n]) for n in numbers(STATE.QUERIES)]
-    pairs = [fused.convolved_token(*each, KEYS, ROWS, CONFIG) for each in given]
-    new, queries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    new = [fused.convolved_token(*each, KEYS, CONFIG) for each in given]
+    QUERY: gl.constexpr = memory.query_layout(STATE.DK, STATE.WARPS)
+    queries = held.slice(0, STATE.DK, 1).load(QUERY).to(gl.float32)
     outputs = decode_tokens(request, base, new, queries, shared, skip + head, scale, STATE)
     if fused.has_groups(CONFIG):
         fused.store_normalized(outputs, norms, request, out, head, index, CONFIG)
     else:
         store_outputs(outputs, request, out, head, block, ROWS, STATE)
     slots_of = Slots(state, positions, tails)
-    store_slot(request, base, new, shared, slots_of, head, block, KEYS, ROWS, STATE)
+    store_slot(request, base, new, shared, slots_of, head, block, STATE)
     if STEP.NORM and not fused.has_groups(CONFIG):
         normalize_head(request, out, z, norm_weight, counters, index, head, CONFIG)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnlib.ops.triton.hopper.kernels.state_memory import value_layout
 from attnlib.ops.triton.hopper.kernels.state_slots import Token, load_gates
+from attnlib.ops.triton.kernels import short_convolution as convolution
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 from attnlib.ops.triton.kernels.step_parts import normalized, step_beta, step_decay
 
@@ -14,6 +16,7 @@ __all__ = [
     "has_groups",
     "load_channels",
     "load_projections",
+    "load_taps",
     "store_normalized",
 ]
 
@@ -38,6 +41,23 @@ def load_projections(token, a, b, tokens, head, KEYS: gl.constexpr, CONFIG: gl.c
         if STEP.HAS_BETA and STEP.GATES != 3:
             y = gl.load(b + token * STEP.B_T + head)
     return x, y
+
+
+@gluon.jit
+def load_taps(weight, bias, channels, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return what `short_convolution.load_taps` does: four taps by one load."""
+    if CONFIG.W == 4 and not CONFIG.HAS_BIAS:
+        TAPS: gl.constexpr = gl.BlockedLayout([4, 4], [32, 1], [WARPS, 1], [1, 0])
+        channel = gl.convert_layout(channels, gl.SliceLayout(1, TAPS))[:, None]
+        tap = gl.arange(0, 4, gl.SliceLayout(0, TAPS))[None, :] * CONFIG.W_W
+        x = gl.load(weight + channel * CONFIG.W_C + tap, mask=channel < CONFIG.C, other=0.0)
+        even, odd = gl.split(gl.reshape(x, [x.shape[0], 2, 2]))
+        pairs = gl.split(even), gl.split(odd)
+        found = pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]
+        taps = [gl.convert_layout(tap, channels.type.layout) for tap in found]
+    else:
+        taps = convolution.load_taps(weight, bias, channels, CONFIG)
+    return taps
 
 
 @gluon.jit
@@ -67,15 +87,13 @@ def _gates(projections, rate, shift, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def convolved_token(row, gates, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG: gl.constexpr):
-    """Return the `Token` of a new token and its query, from its convolved channels and arguments of
-    `_gates`."""
+def convolved_token(row, gates, KEYS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the `Token` of a new token, from its convolved channels and arguments of `_gates`."""
     STATE: gl.constexpr = CONFIG.STATE
-    query = row.slice(0, STATE.DK).load(KEYS).to(gl.float32)
     k = row.slice(CONFIG.WIDTH, STATE.DK).load(KEYS)
-    v = row.slice(2 * CONFIG.WIDTH, STATE.ROWS * STATE.PASSES).load(ROWS)
+    v = row.slice(2 * CONFIG.WIDTH, STATE.ROWS * STATE.PASSES).load(value_layout(STATE))
     decay, beta = _gates(*gates, CONFIG)
-    return Token(k, v, decay, beta), query
+    return Token(k, v, decay, beta)
 
 
 @gluon.jit

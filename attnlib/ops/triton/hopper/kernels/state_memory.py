@@ -22,9 +22,11 @@ __all__ = [
     "gates",
     "key_layout",
     "multiply_state",
+    "query_layout",
     "row_parts",
     "state_layout",
     "tail_rows",
+    "value_layout",
 ]
 
 PART_KEYS: gl.constexpr = gl.constexpr(32)
@@ -44,7 +46,8 @@ class Shared(NamedTuple):
             last row is that of the first new token, where it fills a chunk.
         decays: [TAIL, DK] for decays per channel, else [TAIL / GROUP, GROUP].
         betas: [TAIL / GROUP, GROUP].
-        query: [QUERIES, DK] float32, behind the tail.
+        queries, outputs: [QUERIES, DK] and [QUERIES, ROWS * PASSES] float32: queries before the
+            tail, and what the tokens behind that add to their outputs.
     """
 
     state: Any
@@ -52,7 +55,8 @@ class Shared(NamedTuple):
     value_rows: Any
     decays: Any
     betas: Any
-    query: Any
+    queries: Any
+    outputs: Any
 
 
 @gluon.constexpr_function
@@ -62,10 +66,21 @@ def tail_rows(CONFIG):
 
 
 @gluon.constexpr_function
+def query_layout(columns, warps):
+    """[QUERIES, columns]: each warp has queries of its own."""
+    return gl.BlockedLayout([1, max(1, columns // 32)], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def key_layout(CONFIG):
     """[DK], the same in every warp."""
-    parts = gl.BlockedLayout([1, CONFIG.DK // 32], [1, 32], [CONFIG.WARPS, 1], [1, 0])
-    return gl.SliceLayout(0, parts)
+    return gl.SliceLayout(0, query_layout(CONFIG.DK, CONFIG.WARPS))
+
+
+@gluon.constexpr_function
+def value_layout(CONFIG):
+    """[ROWS * PASSES], the same in every warp."""
+    return gl.SliceLayout(0, query_layout(CONFIG.ROWS * CONFIG.PASSES, CONFIG.WARPS))
 
 
 @gluon.constexpr_function
@@ -109,6 +124,7 @@ def allocate(tail, CONFIG: gl.constexpr):
         decays,
         gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR),
         gl.allocate_shared_memory(gl.float32, [CONFIG.QUERIES, CONFIG.DK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [CONFIG.QUERIES, SPAN], VECTOR),
     )
 
 
@@ -208,16 +224,20 @@ def row_parts(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_state(shared, w, number: gl.constexpr, CONFIG: gl.constexpr):
-    """Return the product of the rows of the state and w, [ROWS * PASSES]."""
+def multiply_state(shared, CONFIG: gl.constexpr):
+    """Return the outputs [ROWS * PASSES] of each query, with the products of the rows of the state,
+    which are read once."""
     LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
-    query = shared.query.index(number)
-    query.store(w)
-    acc = gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT)
+    QUERIES: gl.constexpr = CONFIG.QUERIES
+    sums = [gl.zeros([SPAN, PART_KEYS], gl.float32, LAYOUT) for number in numbers(QUERIES)]
     for part in gl.static_range(PARTS):
-        x = query.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, LAYOUT))
         rows = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
-        acc = gl.fma(rows, x[None, :], acc)
-    return gl.sum(acc, 1)
+        queries = [
+            shared.queries.index(n).slice(part * PART_KEYS, PART_KEYS) for n in numbers(QUERIES)
+        ]
+        x = [query.load(gl.SliceLayout(0, LAYOUT)) for query in queries]
+        sums = [gl.fma(rows, x[n][None, :], sums[n]) for n in numbers(QUERIES)]
+    held = [shared.outputs.index(n).load(gl.SliceLayout(1, LAYOUT)) for n in numbers(QUERIES)]
+    return [held[n] + gl.sum(sums[n], 1) for n in numbers(QUERIES)]

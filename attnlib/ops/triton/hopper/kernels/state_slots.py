@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS, gates, state_layout
+from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
 
 __all__ = [
     "Token",
     "clear_rows",
     "copy_slot",
+    "held_token",
     "load_gates",
+    "load_queries",
     "load_token",
     "new_token",
     "store_outputs",
@@ -58,16 +60,38 @@ def load_gates(token, tokens, KEYS: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_token(request, number: gl.constexpr, tokens, block, KEYS: gl.constexpr, ROWS, CONFIG):
-    """Return the `Token` of a new token and its query [DK] float32, see `new_token`."""
+def held_token(shared, group, number, CONFIG: gl.constexpr):
+    """Return the `Token` in row GROUP * group + number of the tail in shared memory."""
+    KEYS: gl.constexpr = memory.key_layout(CONFIG)
+    row = group * CONFIG.GROUP + number
+    k = shared.key_rows.index(row).load(KEYS)
+    v = shared.value_rows.index(row).load(memory.value_layout(CONFIG))
+    decay, beta = memory.gates(shared, group, number, KEYS, CONFIG)
+    return Token(k, v, decay, beta)
+
+
+@gluon.jit
+def load_token(request, number: gl.constexpr, tokens, block, CONFIG: gl.constexpr):
+    """Return the `Token` of a new token, see `new_token`."""
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    key, row = gl.arange(0, CONFIG.DK, KEYS), gl.arange(0, SPAN, ROWS)
+    KEYS: gl.constexpr = memory.key_layout(CONFIG)
+    row = block * SPAN + gl.arange(0, SPAN, memory.value_layout(CONFIG))
     token = new_token(request, number)
-    k = gl.load(tokens.k + token * CONFIG.K_T + key)
-    query = gl.load(tokens.q + token * CONFIG.Q_T + key).to(gl.float32)
-    v = gl.load(tokens.v + token * CONFIG.V_T + block * SPAN + row)
+    k = gl.load(tokens.k + token * CONFIG.K_T + gl.arange(0, CONFIG.DK, KEYS))
+    v = gl.load(tokens.v + token * CONFIG.V_T + row)
     decay, beta = load_gates(token, tokens, KEYS, CONFIG)
-    return Token(k, v, decay, beta), query
+    return Token(k, v, decay, beta)
+
+
+@gluon.jit
+def load_queries(request, tokens, CONFIG: gl.constexpr):
+    """Return the queries [QUERIES, DK] of the new tokens in float32."""
+    LAYOUT: gl.constexpr = memory.query_layout(CONFIG.DK, CONFIG.WARPS)
+    number = gl.arange(0, CONFIG.QUERIES, gl.SliceLayout(1, LAYOUT))
+    token = request.first.to(gl.int64) + gl.minimum(number, request.count - 1)
+    place = tokens.q + token[:, None] * CONFIG.Q_T
+    key = gl.arange(0, CONFIG.DK, gl.SliceLayout(0, LAYOUT))
+    return gl.load(place + key[None, :]).to(gl.float32)
 
 
 @gluon.jit
@@ -87,18 +111,18 @@ def store_state(s, state, slot, head, block, first, LAYOUT: gl.constexpr, CONFIG
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     row = gl.arange(0, s[0].shape[0], gl.SliceLayout(1, LAYOUT)) * CONFIG.DK
     base = state + slot * CONFIG.STATE + (head * CONFIG.DV + block * SPAN + first) * CONFIG.DK
-    place = base + row[:, None] + gl.arange(0, PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
+    place = base + row[:, None] + gl.arange(0, memory.PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
     for part in gl.static_range(len(s)):
-        gl.store(place + part * PART_KEYS, s[part])
+        gl.store(place + part * memory.PART_KEYS, s[part])
 
 
 @gluon.jit
-def store_token(token, position, tail, head, block, KEYS: gl.constexpr, ROWS: gl.constexpr, CONFIG):
+def store_token(token, position, tail, head, block, CONFIG: gl.constexpr):
     """Store a `Token` in a tail, what programs and heads share once."""
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
-    ring, key = position % CONFIG.RING, gl.arange(0, CONFIG.DK, KEYS)
+    ring, key = position % CONFIG.RING, gl.arange(0, CONFIG.DK, memory.key_layout(CONFIG))
     values = tail.v + ring * (CONFIG.HV * CONFIG.DV) + block * SPAN
-    gl.store(values + gl.arange(0, SPAN, ROWS), token.v)
+    gl.store(values + gl.arange(0, SPAN, memory.value_layout(CONFIG)), token.v)
     if block == 0:
         if CONFIG.HAS_BETA:
             gl.store(tail.beta + ring * CONFIG.HV, token.beta)
@@ -111,24 +135,20 @@ def store_token(token, position, tail, head, block, KEYS: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def copy_slot(
-    shared, request, base, kept, state, target, head, block, KEYS: gl.constexpr, ROWS, CONFIG
-):
+def copy_slot(shared, request, base, kept, state, target, head, block, CONFIG: gl.constexpr):
     """Write what a fork keeps of its source: the state at `kept`, if it is that at `base`, and the
     tail from there on."""
-    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
-    LAYOUT: gl.constexpr = state_layout(CONFIG, 1)
+    PARTS: gl.constexpr = CONFIG.DK // memory.PART_KEYS
+    LAYOUT: gl.constexpr = memory.state_layout(CONFIG, 1)
     if (base > 0) & (kept == base):
         for part in gl.static_range(PARTS):
-            x = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
+            x = shared.state.slice(part * memory.PART_KEYS, memory.PART_KEYS, 1).load(LAYOUT)
             store_state(
-                (x,), state + part * PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
+                (x,), state + part * memory.PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
             )
     for row in range(0, request.computed - kept):
-        k, v = shared.key_rows.index(row).load(KEYS), shared.value_rows.index(row).load(ROWS)
-        decay, beta = gates(shared, row // CONFIG.GROUP, row % CONFIG.GROUP, KEYS, CONFIG)
-        token = Token(k, v, decay, beta)
-        store_token(token, request.computed - 1 - row, target, head, block, KEYS, ROWS, CONFIG)
+        token = held_token(shared, row // CONFIG.GROUP, row % CONFIG.GROUP, CONFIG)
+        store_token(token, request.computed - 1 - row, target, head, block, CONFIG)
 
 
 @gluon.jit
