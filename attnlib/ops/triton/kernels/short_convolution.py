@@ -113,7 +113,7 @@ def convolve(pairs, taps, CONFIG: tl.constexpr):
     if CONFIG.HAS_BIAS:
         total = total + taps[len(pairs)].to(tl.float32)[None, :]
     if CONFIG.SILU:
-        total = tl.math.div_rn(total, 1.0 + tl.exp(-total))
+        total = total / (1.0 + tl.exp(-total))
     return total
 
 

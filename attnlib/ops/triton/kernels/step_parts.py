@@ -67,7 +67,7 @@ class StepConfig(NamedTuple):
 
 @triton.jit
 def _sigmoid(x):
-    return tl.math.div_rn(x * 0.0 + 1.0, 1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _softplus(x):
     """Return log(1 + exp(x)), to the precision of float32 also where it is small."""
     small = tl.exp(-tl.abs(x))
     # log(1 + e) = 2 artanh(s) for s = e / (2 + e), at most 1/3: eight terms of its series.
-    s = tl.math.div_rn(small, 2.0 + small)
+    s = small / (2.0 + small)
     square = s * s
     series = square * (1.0 / 15.0) + 1.0 / 13.0
     series = series * square + 1.0 / 11.0
@@ -167,9 +167,7 @@ def normalized(x, gate, factor, STEP: tl.constexpr):
     sums = x * x
     for level in tl.static_range(LEVELS):
         sums = tl.sum(tl.reshape(sums, [WIDTH >> (level + 1), 2]), axis=1)
-    mean = tl.math.div_rn(tl.sum(sums, 0), STEP.SIZE * 1.0)
-    x = tl.math.div_rn(x, tl.sqrt_rn(mean + STEP.EPS))
-    x = x * factor.to(tl.float32)
+    x = x * (1.0 / tl.sqrt_rn(tl.sum(sums, 0) / STEP.SIZE + STEP.EPS)) * factor.to(tl.float32)
     if STEP.HAS_Z and not STEP.GATE_FIRST:
         x = _gated(x, gate, STEP.SIGMOID)
     return x
