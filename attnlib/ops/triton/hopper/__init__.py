@@ -10,7 +10,8 @@
     converted_prefill  prefills over copies of quantized caches and of small blocks
     invariant_plan  both kernels of batch-invariant layers
     shared_decode_plan  constants and launches of decodes of shared prefixes
-    latent_plan   constants and launches of decodes over latents; latent_tiles their tiles
+    latent_plan   constants and launches of decodes over latents; latent_tiles their tiles,
+                  latent_combine where their splits are combined
     descriptors   TMA descriptors of caches and queries
     kernels/      device code
 
