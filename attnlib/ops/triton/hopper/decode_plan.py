@@ -79,12 +79,15 @@ def prepare_hopper_decode(
     assert is_quantized or not isinstance(params.k_scale, Tensor)
     num_partials = 2 * grid.workers * sizes.rows
     strides = (*call.out.stride()[:2], call.lse_stride)
-    combined = (call, sizes, grid.workers, config.V_SIGNS)
-    leaves = call.batch.uncombined and not (grid.in_kernel or config.V_SIGNS or config.HAS_SINK)
+    turned = config.V_SIGNS
+    if not (grid.in_kernel or tile.warps):
+        config = config._replace(V_SIGNS=0)  # the combine kernel rotates all outputs back
+    combined = (call, sizes, grid.workers, turned, turned != config.V_SIGNS)
+    leaves = call.batch.uncombined and not (grid.in_kernel or turned or config.HAS_SINK)
     return HopperDecode(
         limits=call.limits,
         index=call.query.get_device(),
-        rotated=params.rotation if config.K_SIGNS or config.V_SIGNS else None,
+        rotated=params.rotation if config.K_SIGNS or turned else None,
         views=_views(call, sizes, tile),
         packed=sizes.packed,
         scale=params.scale if is_quantized else params.scale * float(params.k_scale),
@@ -214,7 +217,9 @@ def _attend(
     return BoundLaunch(hopper_decode_kernel, ctas, options | score_constants(call.params, "gluon"))
 
 
-def _combine(call: AttentionCall, sizes: DecodeSizes, workers: int, signs: int) -> BoundLaunch:
+def _combine(
+    call: AttentionCall, sizes: DecodeSizes, workers: int, signs: int, turns_all: bool
+) -> BoundLaunch:
     """The launch of the combine kernel after `workers`."""
     options: dict[str, Any] = {
         "NUM_KV_HEADS": sizes.num_kv_heads,
@@ -223,17 +228,16 @@ def _combine(call: AttentionCall, sizes: DecodeSizes, workers: int, signs: int) 
         "DV_PAD": triton.next_power_of_2(sizes.head_size_v),
         "HAS_SINK": call.params.sinks is not None,
         "HAS_LSE": call.lse is not None,
-        "V_SIGNS": signs,
+        **{"V_SIGNS": signs, "TURNS_ALL": turns_all},
         **combine_tile(call, sizes, workers // sizes.num_kv_heads),
         **PDL_OPTIONS,
         # The sum of two products has two fused forms, of which LLVM chose one for the kernel that
         # rotates and the other one for the kernel that does not.
         "enable_fp_fusion": False,
     }
-    programs = triton.cdiv(sizes.group, options["HEADS"])
-    blocks = sizes.num_kv_heads * programs
-    parts = token_parts(call.num_tokens, options, blocks, call.limits.num_sms)
-    return BoundLaunch(hopper_combine_kernel, (parts, sizes.num_kv_heads, programs), options)
+    blocks = (sizes.num_kv_heads, triton.cdiv(sizes.group, options["HEADS"]))
+    parts = token_parts(call.num_tokens, options, blocks[0] * blocks[1], call.limits.num_sms)
+    return BoundLaunch(hopper_combine_kernel, (parts, *blocks), options)
 
 
 def _scale_strides(params: AttentionParams) -> tuple[int | None, ...]:

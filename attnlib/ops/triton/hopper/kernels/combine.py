@@ -179,6 +179,7 @@ def hopper_combine_kernel(
     PARTS: tl.constexpr = 1,
     V_SIGNS: tl.constexpr = 0,
     TOKENS: tl.constexpr = 1,
+    TURNS_ALL: tl.constexpr = False,
 ):
     """Combine the splits of HEADS query heads of a KV head, of one token or several.
 
@@ -187,7 +188,7 @@ def hopper_combine_kernel(
     Rows after the last request become 0 (M6). `split_headers` is [token, KV head], written by the
     CTA that has the request's first tile. Each of PARTS programs combines DV_PAD elements of the
     values. Consecutive splits of a request are `apart` CTAs apart, None for NUM_KV_HEADS. V_SIGNS
-    is that of `DecodeConfig`.
+    is that of `DecodeConfig`; with TURNS_ALL, outputs of single splits are rotated back, too.
     """
     # PDL: started early; nothing may be read before the decode kernel has ended.
     gdc_wait()
@@ -213,7 +214,7 @@ def hopper_combine_kernel(
         places = split_headers + tokens * NUM_KV_HEADS + kv_head
         headers = tl.load(places, mask=tokens < tl.minimum(end, num_rows), other=0)
         # The decode kernel has written the outputs of single splits.
-        if (tl.max(headers & 511, 0) <= 1) & (end <= num_rows):
+        if (tl.max(headers & 511, 0) <= 1) & (end <= num_rows) & (not TURNS_ALL):
             end = first
     for token in range(first, end):
         header = tl.load(split_headers + token * NUM_KV_HEADS + kv_head)
@@ -235,7 +236,7 @@ def hopper_combine_kernel(
                     tl.full([HEADS], float("-inf"), tl.float32),
                     mask=inside & (part == 0),
                 )
-        elif num_splits > 1:
+        elif (num_splits > 1) | TURNS_ALL:
             row = (header >> 9 & 63) + within
             first_partial = header >> 15
             acc = tl.zeros([HEADS, DV_PAD], tl.float32)
@@ -268,6 +269,14 @@ def hopper_combine_kernel(
             factor, base2_lse = finish_rows(row_max, row_sum, sink, HAS_SINK)
             target = out + offsets
             result = (acc * factor[:, None]).to(out.dtype.element_ty)
+            combined = inside & (part == 0)
+            if TURNS_ALL:
+                # The decode kernel has written the output of a single split, and no partial result.
+                is_whole = num_splits <= 1
+                result = tl.where(
+                    is_whole, tl.load(target, mask=mask & is_whole, other=0.0), result
+                )
+                combined &= num_splits > 1
             if V_SIGNS:
                 result = turned_back(result, lanes, V_SIGNS, DV, result.dtype)
             tl.store(target, result, mask=mask)
@@ -275,5 +284,5 @@ def hopper_combine_kernel(
                 tl.store(
                     lse + token.to(tl.int64) * stride_lt + head,
                     base2_lse * 0.6931471805599453,
-                    mask=inside & (part == 0),
+                    mask=combined,
                 )
