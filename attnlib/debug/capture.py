@@ -83,9 +83,12 @@ def capture_call(
         score = oracle_score(spec.score_function, tensors, query.device)
     inputs = _inputs(spec, query, key, value, cache, metadata, kv_written)
     case = case_of(spec, inputs.batch)
+    left, right = spec.visible_window
     params = replace(
         case.oracle_params(query.device),
         scale=scale,
+        # Of the layer, also in a batch that is not causal.
+        window=(-1 if left is None else left, -1 if right is None else right),
         causal=spec.is_causal if facts.causal is None else facts.causal,
         alibi_slopes=alibi_slopes,
         sinks=sinks,

@@ -65,7 +65,7 @@ class MaterializedCase:
         """The batch metadata. The block table keeps its invalid entries."""
         inputs, batch = self.inputs, self.inputs.batch
         starts, seq_lens = inputs.query_start_loc.cpu(), inputs.seq_lens.cpu()
-        loose = self.case.loose_bounds
+        loose, causal = self.case.loose_bounds, self.params.causal
         return CommonAttentionMetadata(
             query_start_loc=inputs.query_start_loc,
             query_start_loc_cpu=starts,
@@ -78,7 +78,8 @@ class MaterializedCase:
             max_seq_len=batch.max_seq_len + (_LOOSE_SEQUENCE if loose else 0),
             block_table_tensor=inputs.block_table if self.case.is_paged else None,
             slot_mapping=inputs.slot_mapping.clone() if self.case.attn_type == "decoder" else None,
-            causal=self.params.causal if self.case.mask == "per_request" else None,
+            # A recorded batch may be bidirectional on a causal layer.
+            causal=None if causal is self.spec.is_causal else causal,
             query_bias=self.params.query_bias,
             score_tensors=self._batch_tensors() or None,
             is_cross_attention=self.case.attn_type == "encoder_decoder",

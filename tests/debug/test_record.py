@@ -12,6 +12,7 @@ from attnlib.backends.torch import TorchBackend
 from attnlib.debug.kv_audit import audit_call
 from attnlib.debug.record import capture_call, load_recording, record_calls, save_recording
 from attnlib.debug.replay import replay
+from attnlib.debug.shadow import shadow
 from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS
 from attnlib.testing.case import Case
@@ -224,3 +225,31 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_block(tmp_path: Path
     with pytest.raises(ContractError, match="every=0 must be at least 1"):
         with record_calls(tmp_path, every=0):
             pytest.fail("the block ran")
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [False, "per request"])
+def test_a_batch_with_a_mask_of_its_own_is_replayed_with_it(
+    causal: bool | str, window: int | None, tmp_path: Path
+) -> None:
+    """Drafts in blocks are bidirectional on a causal layer, whose window ends at the query (M2)."""
+    spec = attnlib.AttentionSpec(
+        num_heads=2, head_size=16, dtype=torch.float32, block_size=4, sliding_window=window
+    )
+    layer = attnlib.Attention(spec, backend="torch", device="cpu")
+    mask = torch.tensor([True, False]) if causal == "per request" else False
+    batch = attnlib.CommonAttentionMetadata.from_lengths(
+        [4, 3], [9, 7], [[0, 1, 2], [3, 4]], 4, "cpu", causal=mask
+    )
+    metadata = layer.backend.make_builder(spec, "cpu").build(0, batch)
+    cache = attnlib.PagedKVCache.allocate(spec, 5, device="cpu")
+    cache.key_cache.normal_()
+    cache.value_cache.normal_()
+    q, k, v = torch.randn(3, 7, 2, 16)
+    with record_calls(tmp_path) as files, shadow("torch") as log:
+        out = layer(q, k, v, cache, metadata)
+    result = replay(load_recording(files[0]), "torch")
+    assert result.passed, result.message
+    assert result.output is not None
+    torch.testing.assert_close(result.output.out, out.view(7, 2, 16))
+    assert log.records[0].out_error == 0.0
