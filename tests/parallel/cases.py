@@ -47,7 +47,10 @@ def runs_of(span: int) -> Callable[[int], Contiguous]:
 class DecodesOnlyBuilder(ToyBuilder):
     """Of a backend that serves requests of one token only."""
 
-    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        common = common_attn_metadata
         assert common.max_query_len <= 1 and bool((common.seq_lens > 0).all())
         return super().build(common_prefix_len, common, fast_build)
 
