@@ -16,6 +16,7 @@ from torch import Tensor
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.host_lengths import check_type
 from attnlib.ops.addresses import as_count, check_block_table
 from attnlib.sparse.key_selection import SelectedKeys
 from attnlib.spec import AttentionSpec
@@ -80,6 +81,13 @@ class EntryBatch:
             ContractError: a block table of another shape, dtype or device, or a rate below 1.
         """
         compress_rate = as_count("compress_rate", compress_rate, 1)
+        check_type(common)
+        if not isinstance(block_table, Tensor):
+            raise ContractError(
+                f"block_table of the entries is a {type(block_table).__name__}; it must be an "
+                "int32 tensor [R, blocks]",
+                rule="M17",
+            )
         device, requests = common.seq_lens.device, common.num_reqs
         if (
             block_table.dtype != torch.int32
@@ -129,6 +137,17 @@ class CompressedKeys:
     cache: PagedKVCache
     batch: EntryBatch
     selected: SelectedKeys | None = None
+
+    def __post_init__(self) -> None:
+        types = (PagedKVCache, EntryBatch, SelectedKeys | None)
+        given = {"cache": self.cache, "batch": self.batch, "selected": self.selected}
+        for (name, x), wanted in zip(given.items(), types, strict=True):
+            if not isinstance(x, wanted):
+                raise ContractError(
+                    f"{name} of the compressed keys is a {type(x).__name__}; pass a PagedKVCache, "
+                    "an EntryBatch and, with lists, SelectedKeys",
+                    rule="M17",
+                )
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -42,6 +42,11 @@ class CompressedEntries:
                     rule="M17",
                 )
         selection = self.selection
+        if not isinstance(selection, KeySelection | None):
+            raise ContractError(
+                f"selection={selection!r} of compressed entries must be a KeySelection or None",
+                rule="M17",
+            )
         if selection is not None and (selection.block_size, selection.query_block_size) != (1, 1):
             raise ContractError(
                 f"the selection of compressed entries is {selection}: its block_size and "

@@ -120,6 +120,16 @@ class SelectedKeys:
     indices: torch.Tensor
     list_start_loc: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        starts = self.list_start_loc
+        for name, x in (("indices", self.indices), ("list_start_loc", starts)):
+            if not isinstance(x, torch.Tensor) and (x is not None or name == "indices"):
+                raise ContractError(
+                    f"{name} of the selected keys is a {type(x).__name__}; it must be an int32 "
+                    "tensor",
+                    rule="M11",
+                )
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """Dtypes, shapes, strides and devices of the tensors."""

@@ -228,3 +228,26 @@ def test_support_and_explain() -> None:
     assert "merged by the LSE, the sink counts once" in " ".join(str(report).split())
     with pytest.raises(UnsupportedConfigError, match="batch_invariant"):
         Attention(SPEC.replace(batch_invariant=True), backend="torch", device="cpu")
+
+
+def test_objects_of_other_types_are_refused() -> None:
+    common = CommonAttentionMetadata.from_lengths([1], [4], [[0]], 16, "cpu")
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    wrong: Any = [[0]]
+    for given, message in (
+        ((wrong, table), "common_attn_metadata is a list"),
+        ((common, wrong), "block_table of the entries is a list"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            EntryBatch.build(*given, compress_rate=2)
+    spec = AttentionSpec(num_heads=2, head_size=16, dtype=torch.float32)
+    cache, batch = PagedKVCache.allocate(spec, 2, "cpu"), EntryBatch.build(common, table, 2)
+    for given, name in (
+        ((None, batch, None), "cache"),
+        ((cache, common, None), "batch"),
+        ((cache, batch, wrong), "selected"),
+    ):
+        with pytest.raises(ContractError, match=f"{name} of the compressed keys is a"):
+            CompressedKeys(*given)
+    with pytest.raises(ContractError, match="selection=.* must be a KeySelection or None"):
+        CompressedEntries(compress_rate=2, selection=wrong)

@@ -304,3 +304,11 @@ def test_lists_past_their_end_are_refused_in_every_call(
         with pytest.raises(ContractError, match=message):
             layer(q, kv, kv, cache, metadata, selected_keys=wrong)
         assert not cache.key_cache.any()
+
+
+def test_lists_that_are_no_tensors_are_refused() -> None:
+    lists: Any = [[1, 2]]
+    with pytest.raises(ContractError, match="indices of the selected keys is a list"):
+        SelectedKeys(lists)
+    with pytest.raises(ContractError, match="list_start_loc of the selected keys is a list"):
+        SelectedKeys(torch.zeros(1, 1, 1, dtype=torch.int32), lists)
