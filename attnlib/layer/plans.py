@@ -22,7 +22,7 @@ from attnlib.layer.metadata_checks import (
 from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
-from attnlib.layer.tensor_checks import check_output_memory, check_tensor_types
+from attnlib.layer.tensor_checks import check_output_memory, check_return_lse, check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.checks import check_writable
@@ -54,6 +54,8 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
         check_cache_type(cache)  # raises
     if not isinstance(metadata, AttentionMetadata):
         check_metadata_type(layer, metadata)  # raises
+    if call.return_lse is not False and call.return_lse is not True:
+        check_return_lse(call.return_lse)
     if extra is not None and not isinstance(extra, ExtraKeys):
         check_extra_keys(layer.spec, call)  # raises
     query, others = call.query, (call.key, call.value, call.output)

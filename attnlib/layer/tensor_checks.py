@@ -15,6 +15,7 @@ from attnlib.ops.checks import check_writable
 
 __all__ = [
     "check_output_memory",
+    "check_return_lse",
     "check_tensor_types",
     "has_tangent",
     "refuse_in_place",
@@ -33,6 +34,19 @@ def check_tensor_types(query: object, key: object, value: object, output: object
     for name, given in tensors:
         if not isinstance(given, torch.Tensor) and (given is not None or name == "query"):
             raise _type_error(name, given)
+
+
+def check_return_lse(return_lse: object) -> None:
+    """Whether `return_lse` is a flag, and not the output, which other layers take in its place.
+
+    Raises:
+        ContractError: it is of another type.
+    """
+    if not isinstance(return_lse, int | None):
+        raise ContractError(
+            f"return_lse is a {type(return_lse).__name__}; it must be True or False: pass a tensor "
+            "to write to as output=..."
+        )
 
 
 def _type_error(name: str, given: object) -> ContractError:

@@ -783,6 +783,8 @@ def test_arguments_of_another_type_are_refused() -> None:
         ((None, k, v, cache, step), "query is a NoneType; it must be a"),
         ((q, k.numpy(), v, cache, step), "key is a ndarray; it must be a"),
         ((q, k, 1.0, cache, step), "value is a float; it must be a"),
+        ((q, k, v, cache, step, torch.empty_like(q)), "return_lse is a Tensor; .* as output="),
+        ((q, k, v, cache, step, []), "return_lse is a list; it must be True or False"),
     ):
         with pytest.raises(ContractError, match=message):
             layer(*arguments)
