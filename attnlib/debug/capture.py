@@ -21,6 +21,7 @@ from attnlib.testing.case import Case
 from attnlib.testing.inputs import StepInputs
 from attnlib.testing.layouts import CacheViews, allocate_views
 from attnlib.testing.materialized_case import MaterializedCase
+from attnlib.testing.oracle import OracleParams
 from attnlib.testing.score_functions import oracle_score
 from attnlib.testing.tensor_io import (
     pack_cache_views,
@@ -83,12 +84,9 @@ def capture_call(
         score = oracle_score(spec.score_function, tensors, query.device)
     inputs = _inputs(spec, query, key, value, cache, metadata, kv_written)
     case = case_of(spec, inputs.batch)
-    left, right = spec.visible_window
     params = replace(
-        case.oracle_params(query.device),
+        _oracle_params(spec, case, query.device),
         scale=scale,
-        # Of the layer, also in a batch that is not causal.
-        window=(-1 if left is None else left, -1 if right is None else right),
         causal=spec.is_causal if facts.causal is None else facts.causal,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -98,6 +96,14 @@ def capture_call(
         score=score,
     )
     return MaterializedCase(case, spec, inputs, params, tensors)
+
+
+def _oracle_params(spec: AttentionSpec, case: Case, device: torch.device) -> OracleParams:
+    """Those of the case, with the window of the layer: it holds in a batch that is not causal,
+    too."""
+    left, right = spec.visible_window
+    window = (-1 if left is None else left, -1 if right is None else right)
+    return replace(case.oracle_params(device), window=window)
 
 
 def _inputs(
