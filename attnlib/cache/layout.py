@@ -93,7 +93,7 @@ def layout_named(name: str) -> CacheLayout:
     """
     try:
         return LAYOUTS[name.upper()]
-    except KeyError:
+    except (AttributeError, KeyError):
         raise LayoutMismatchError(
             f"kv_cache_layout={name!r} is unknown, or one of pages with scales only; use one of "
             f"{', '.join(LAYOUTS)}"

@@ -34,7 +34,20 @@ def make_impl(
     spec = layer.spec
     AttentionSpec.check_kind(spec, "Attention")
     if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
-        alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=layer._device)
+        try:
+            alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=layer._device)
+        except (TypeError, ValueError) as error:
+            raise ContractError(
+                f"alibi_slopes={shortened(alibi_slopes)} must be numbers, one for each of the "
+                f"{spec.num_heads} query heads: {error}",
+                rule="M3",
+            ) from None
+    if score_tensors is not None and not isinstance(score_tensors, Mapping):
+        raise ContractError(
+            f"score_tensors is a {type(score_tensors).__name__}; it must be a dictionary from name "
+            "to tensor",
+            rule="M10",
+        )
     if score_tensors and spec.score_function is None:
         raise ContractError(
             "score_tensors are given, and the spec has no score_function, which reads them: leave "

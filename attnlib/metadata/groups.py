@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from attnlib.cache.hybrid_allocator import HybridBlockAllocator, SequenceBlocks
+from attnlib.cache.sequence_blocks import as_sequence
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.states import StateMetadata
+from attnlib.ops.addresses import as_count, as_ids
 
 __all__ = ["GroupBatch", "StateGroupBatch", "group_batches"]
 
@@ -60,13 +62,7 @@ def group_batches(
         ContractError: not a length for each request, a request twice, one without slots for its
             states, or blocks too few for its tokens.
     """
-    different = len({id(one) for one in sequences})
-    if not different == len(sequences) == len(query_lens):
-        raise ContractError(
-            f"the batch has {len(sequences)} requests, {different} of them different, and "
-            f"{len(query_lens)} query_lens: name each request once, with its new tokens",
-            rule="T7",
-        )
+    sequences, query_lens = _checked(allocator, sequences, query_lens)
     ends = [one.num_computed + new for one, new in zip(sequences, query_lens, strict=True)]
     batches: dict[str, GroupBatch] = {}
     for name, table in allocator.block_tables(sequences).items():
@@ -88,3 +84,23 @@ def group_batches(
             None if own else sources.unbind(0),
         )
     return batches
+
+
+def _checked(
+    allocator: object, sequences: Sequence[SequenceBlocks], query_lens: Sequence[int]
+) -> tuple[list[SequenceBlocks], list[int]]:
+    """The requests of a step and their new tokens; see `group_batches`."""
+    if not isinstance(allocator, HybridBlockAllocator):
+        raise ContractError(
+            f"allocator is a {type(allocator).__name__}; pass the HybridBlockAllocator of the pool"
+        )
+    requests = [as_sequence(one) for one in as_ids("sequences", sequences)]
+    lengths = [as_count("query_lens", new) for new in as_ids("query_lens", query_lens)]
+    different = len({id(one) for one in requests})
+    if not different == len(requests) == len(lengths):
+        raise ContractError(
+            f"the batch has {len(requests)} requests, {different} of them different, and "
+            f"{len(lengths)} query_lens: name each request once, with its new tokens",
+            rule="T7",
+        )
+    return requests, lengths

@@ -13,6 +13,7 @@ import attnlib
 from attnlib.cache.hybrid import HybridKVCache, KVCacheGroup, with_equal_blocks
 from attnlib.cache.hybrid_allocator import NULL_BLOCK, HybridBlockAllocator, SequenceBlocks
 from attnlib.errors import CacheExhaustedError, ContractError
+from attnlib.metadata.groups import group_batches
 
 FULL = attnlib.AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=16, dtype=torch.float32, block_size=4
@@ -287,6 +288,16 @@ def test_objects_of_other_types_are_refused() -> None:
             call()
     with pytest.raises(ContractError, match="group 'ful' is no group of keys .* they are full"):
         allocator.num_used_blocks("ful")
+    one = allocator.start()
+    for given, message in (
+        ((groups, [one], [1]), "allocator is a dict; pass the HybridBlockAllocator"),
+        ((allocator, [wrong], [1]), "sequence is a object"),
+        ((allocator, one, [1]), "sequences=.* must be a list"),
+        ((allocator, [one], 1), "query_lens=1 is a int; it must be a list"),
+        ((allocator, [one], [1.5]), "query_lens 1.5 is a float"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            group_batches(*given, device="cpu")
     make: Any
     for make in (
         with_equal_blocks,

@@ -798,6 +798,8 @@ def test_arguments_of_another_type_are_refused() -> None:
         ({}, {"k_scale": None}, "k_scale=None must be finite and above 0"),
         ({}, {"score_tensors": {"bias": q}}, "the spec has no score_function, which reads them"),
         ({"has_sink": True}, {"sinks": [0.0] * 4}, "sinks is a list; it must be a tensor"),
+        ({}, {"score_tensors": q}, "score_tensors is a Tensor; it must be a dictionary"),
+        ({"has_alibi": True}, {"alibi_slopes": "x"}, "alibi_slopes='x' must be numbers, one for"),
     ):
         with pytest.raises(ContractError, match=message):
             attnlib.Attention(SPEC.replace(**changes), device="cpu", **given)
