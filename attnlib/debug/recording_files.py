@@ -48,10 +48,24 @@ def as_folder(folder: str | Path) -> Path:
 
 
 def write_file(data: dict[str, Any], path: str | Path) -> Path:
-    """Write tensors and plain values, and create the folder if necessary. Returns the path."""
+    """Write tensors and plain values, and create the folder if necessary. Returns the path.
+
+    Raises:
+        ContractError: the file cannot be written, as on a full disk; no part of it stays.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(data, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            torch.save(data, file)
+    except (OSError, RuntimeError) as error:
+        if target.is_file():
+            target.unlink()
+        reason = str(error).strip().partition("\n")[0]
+        raise ContractError(
+            f"recording {target} cannot be written ({reason}): pass a folder that can be written, "
+            "on a disk with enough space, or record fewer calls (every=...)"
+        ) from None
     return target
 
 

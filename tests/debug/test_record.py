@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,27 @@ def test_a_damaged_recording_is_refused(damage: str, tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=f"{path}.*(recording|is not a file)") as raised:
         load_recording(path)
     assert "weights_only" not in str(raised.value), "advice to run what is in the file"
+
+
+def test_a_full_disk_is_named_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reports it as a RuntimeError of its writer, and leaves half a file."""
+    step = captured(CASES["mixed"], kv_written=True)
+
+    def full(data: object, file: Any) -> None:
+        file.write(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(
+        ContractError, match="a.pt cannot be written .*unexpected pos.*enough space"
+    ):
+        save_recording(step, tmp_path / "new" / "a.pt")
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ContractError, match="b.pt cannot be written"):
+        save_recording(step, tmp_path / "file" / "b.pt")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_block(tmp_path: Path) -> None:
