@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlib.errors import ContractError
 from attnlib.metadata.int32 import int32_values
+from attnlib.ops.addresses import as_id
 from attnlib.ops.states.batch import step_requests
 from attnlib.ops.states.checks import check_slots
 
@@ -44,7 +45,8 @@ def state_slot_fields(
     }
     if isinstance(slots, Sequence):
         read = sources if isinstance(sources, Sequence) else slots
-        requests = step_requests(queries.tolist(), sequences.tolist(), slots, read)
+        both = ([as_id("state slot", x, n) for n, x in enumerate(ids)] for ids in (slots, read))
+        requests = step_requests(queries.tolist(), sequences.tolist(), *both)
         check_slots([*requests], None)
     return fields
 

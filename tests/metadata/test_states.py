@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,17 @@ def test_no_graphs_with_torch() -> None:
     state = attnlib.AttentionState(backend.make_builder(GDN, "cpu", limits=limits), limits)
     with pytest.raises(ContractError, match="cudagraph_support=NEVER"):
         state.graph_capture_get_metadata_for_batch(2)
+
+
+def test_slots_in_lists_are_compared_by_value() -> None:
+    """T7, T12: two tensors of one slot are one slot; lists of lists are none."""
+    three, eight, nested = torch.tensor(3), torch.tensor(8), [[3], [8]]
+    given: dict[str, Any]
+    for given, message in (
+        ({"state_slots": [three, three.clone()]}, "state_slots.* are both 3"),
+        ({"state_slots": [three, eight], "state_sources": [eight.clone(), 5]}, "request 1 writes"),
+        ({"state_slots": nested}, "state slot .* is a list; it must be an integer"),
+        ({"state_slots": [3, 8], "state_sources": nested}, "state slot .* is a list"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            Common.from_lengths([1, 1], [3, 9], device="cpu", **given)
