@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
@@ -35,7 +37,8 @@ def call_step(
 ) -> None:
     """`StateLayer.forward`."""
     check_batch(layer, cache, metadata)
-    refuse_gradients(*inputs)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # a call less
+        refuse_gradients(*inputs)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
@@ -58,7 +61,8 @@ def call_convolution(
 ) -> None:
     """`StateLayer.convolve`."""
     check_batch(layer, cache, metadata)
-    refuse_gradients(x)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        refuse_gradients(x)
     signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:
