@@ -156,10 +156,8 @@ def _audit_prompt(
 
     names: dict[int, str] = {}
 
-    def observe(
-        layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *rest: Any
-    ) -> None:
-        step = capture_layer_call(layer, query, key, value, cache, metadata, needs_lse=False)
+    def observe(layer: Any, *call: Any) -> None:
+        step = capture_layer_call(layer, *call[:5], needs_lse=False)
         name = names.setdefault(id(layer), f"layer {len(names)}")
         audit.add(name, audit_call(step, formats), step.spec)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attnlib.backends.step_plan import StepPlan
 from attnlib.cache.storage import UNIT_SCALE, PagedKVCache
@@ -62,9 +63,9 @@ def find_plan(layer: Attention, call: LayerCall) -> FoundPlan:
     for given in (query, *others):
         if not isinstance(given, _GIVEN_OR_NOT) or query is None:
             check_tensor_types(query, *others)  # raises
-    refuse_gradients(call.query, call.key, call.value)
-    if isinstance(extra, QueryTensors):
-        refuse_gradients(*extra.tensors.values(), extra.sinks)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        more = (*extra.tensors.values(), extra.sinks) if isinstance(extra, QueryTensors) else ()
+        refuse_gradients(query, call.key, call.value, *more)
     signature = call_signature(layer, call)
     known: FoundPlan | None = metadata.plans.get(signature)
     if known is None or not scales_agree(layer, cache):

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attnlib.backends.state_impl import StateInputs, StepPlan
 from attnlib.cache.states import StateCache
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
-from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_checks import (
     check_batch,
     check_convolution,
@@ -36,9 +33,7 @@ def call_step(
     layer: StateLayer, inputs: StateInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.forward`."""
-    check_batch(layer, cache, metadata)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # a call less
-        refuse_gradients(*inputs)
+    check_batch(layer, cache, metadata, inputs)
     spec, heads, rows = layer.spec, per_head_inputs(layer, inputs), out
     if out.dim() == 2:
         rows = per_head_output(layer, out)
@@ -60,9 +55,7 @@ def call_convolution(
     layer: StateLayer, x: Tensor, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.convolve`."""
-    check_batch(layer, cache, metadata)
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        refuse_gradients(x)
+    check_batch(layer, cache, metadata, (x,))
     signature = call_signature(layer, cache, (x, out))
     run: Any = metadata.plans.get(signature)
     if run is None:

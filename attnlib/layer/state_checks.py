@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnlib.backends.state_impl import StateInputs
 from attnlib.cache.overlap import check_written, tensors_overlap
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
+from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.tensor_checks import refuse_negated
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.addresses import check_starts
@@ -69,11 +71,13 @@ def _wrong(
     return ContractError(f"{name} is {found.replace('torch.', '')}", rule=rule)
 
 
-def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -> None:
-    """Whether cache and metadata are of this kind of layer, and the slots of its layout.
+def check_batch(
+    layer: StateLayer, cache: StateCache, metadata: StateMetadata, inputs: Iterable[Tensor | None]
+) -> None:
+    """Whether cache and metadata are of this kind of layer, and no gradient is recorded.
 
     Raises:
-        ContractError: another type, slots of another layout or, on a CPU, outside of the cache.
+        ContractError: another type or layout, slots outside of the cache (on a CPU), or a gradient.
     """
     if not isinstance(metadata, StateMetadata):
         raise ContractError(
@@ -92,16 +96,23 @@ def check_batch(layer: StateLayer, cache: StateCache, metadata: StateMetadata) -
             "use StateCache.allocate(layer.spec, num_slots)",
             rule="T9",
         )
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        refuse_gradients(*inputs)
     if metadata.state_slots.is_cpu:
         check_requests(metadata, cache)
 
 
 def check_requests(metadata: StateMetadata, cache: StateCache) -> None:
     """Starts and slots of a batch on a CPU, in every call: they may have changed in place, and
-    batches over other slots share plans (`StateMetadata.with_slots`)."""
-    given = metadata.query_start_loc, metadata.num_actual_tokens, metadata.max_query_len
-    check_starts("query_start_loc", *given)
-    check_slots(list(metadata.batch.requests()), cache.tensors.valid)
+    batches over other slots share plans. Values that passed before are only compared."""
+    batch, derived = metadata.batch, metadata.derived
+    bounds = metadata.num_actual_tokens, metadata.max_query_len
+    tensors = batch.query_start_loc, batch.seq_lens, batch.slots, batch.sources
+    found = [*(x if x is None else x.tolist() for x in tensors), cache.tensors.valid, bounds]
+    if derived.get("checked requests") != found:
+        check_starts("query_start_loc", batch.query_start_loc, *bounds)
+        check_slots(list(batch.requests()), cache.tensors.valid)
+        derived["checked requests"] = found
 
 
 def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:
@@ -112,10 +123,8 @@ def per_head_output(layer: StateLayer, output: Tensor) -> Tensor:
     """
     heads, size = layer.spec.num_heads, layer.spec.value_size
     if output.dim() != 2 or output.shape[1] != heads * size:
-        raise ContractError(
-            f"output has shape {tuple(output.shape)}; it must be [tokens, {heads * size}]",
-            rule="T2",
-        )
+        wanted = f"it must be [tokens, {heads * size}]"
+        raise ContractError(f"output has shape {tuple(output.shape)}; {wanted}", rule="T2")
     return output.view(output.shape[0], heads, size)
 
 
@@ -187,10 +196,8 @@ def check_convolution(
     """
     spec = layer.spec
     if not spec.has_convolution:
-        raise ContractError(
-            f"layer {layer.prefix or '(unnamed)'} has conv_channels=0: it has no convolution",
-            rule="T6",
-        )
+        name = layer.prefix or "(unnamed)"
+        raise ContractError(f"layer {name} has conv_channels=0: it has no convolution", rule="T6")
     shape = (*x.shape[:1], spec.conv_channels)
     wanted = {"x": (x, spec.dtype, shape), "output": (output, spec.dtype, shape)}
     check_tensors({**wanted, **taps_of(layer)}, cache, batch, shape[0], "T6")
@@ -228,8 +235,7 @@ def check_tensors(
             refuse_negated(name, tensor)
         if tensor.device != cache.device:
             raise ContractError(
-                f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one of "
-                "them"
+                f"{name} is on {tensor.device}, and the slots are on {cache.device}: move one"
             )
     if batch.state_slots.device != cache.device:
         raise ContractError(

@@ -11,7 +11,6 @@ from attnlib.backends.state_impl import StateImpl
 from attnlib.cache.states import StateCache
 from attnlib.errors import ContractError
 from attnlib.instrumentation import ENVIRONMENT, STATE_OBSERVERS, VALIDATE_KEY
-from attnlib.layer.checks import refuse_gradients
 from attnlib.layer.state_call import call_signature, keep_plan
 from attnlib.layer.state_checks import check_batch, check_tensors, per_head_output, taps_of
 from attnlib.layer.state_values import validate_convolution, validate_step
@@ -29,9 +28,8 @@ def call_fused_step(
     layer: StateLayer, inputs: FusedInputs, cache: StateCache, metadata: StateMetadata, out: Tensor
 ) -> None:
     """`StateLayer.step`."""
-    check_batch(layer, cache, metadata)
     *tensors, form = inputs
-    refuse_gradients(*tensors)
+    check_batch(layer, cache, metadata, tensors)
     described = (*tensors, form.rate, form.bias, form.norm_weight, out)
     signature = (form.scalars, *call_signature(layer, cache, described))
     run: Any = metadata.plans.get(signature)

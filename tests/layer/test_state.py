@@ -232,6 +232,37 @@ def test_wrong_calls(change: str, message: str) -> None:
         _called(change)
 
 
+@pytest.mark.parametrize("method", ["forward", "convolve"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("state_slots", 9, r"state_slots\[1\]=9 is outside the pool of 4 slots"),
+        ("state_slots", 0, "state_slots"),
+        ("query_start_loc", 7, "query_start_loc falls from 7"),
+        ("seq_lens", 0, r"seq_lens\[1\]=0 is below the number of new tokens"),
+    ],
+)
+def test_values_that_change_in_place_are_checked_again(
+    method: str, name: str, value: int, message: str
+) -> None:
+    """T7, M1: also behind calls that passed the checks of the same batch."""
+    layer, tokens = layer_of(GDN, backend="triton"), draw_tokens(GDN, 5, 0)
+    cache = attnlib.StateCache.allocate(layer.spec, 4, device="cpu")
+    metadata = batch_of(layer, [3, 2], [3, 2], [0, 1])
+    given = arguments(tokens) if method == "forward" else [tokens.x]
+    call = getattr(layer, method)
+    for _ in range(2):
+        call(*given, cache, metadata)
+    tensor, before = getattr(metadata, name), cache.memory.clone()
+    kept = int(tensor[1])
+    tensor[1] = value
+    with pytest.raises(ContractError, match=message):
+        call(*given, cache, metadata)
+    assert torch.equal(cache.memory, before)
+    tensor[1] = kept
+    call(*given, cache, metadata)
+
+
 NAN_CASES = [("torch", form, name) for name in KINDS for form in ("plain", "snapshots", "tail")]
 
 

@@ -23,7 +23,7 @@ class ForwardContext:
         virtual_engine: index of the cache in `Attention.kv_cache` (pipeline parallelism).
     """
 
-    attn_metadata: Any
+    attn_metadata: object
     virtual_engine: int = 0
 
     def metadata_of(self, layer_name: str) -> Any:
@@ -48,7 +48,7 @@ _context: ContextVar[ForwardContext | None] = ContextVar("attnlib_forward_contex
 
 @contextmanager
 def set_forward_context(
-    attn_metadata: Any, vllm_config: Any = None, virtual_engine: int = 0, **more: Any
+    attn_metadata: object, vllm_config: Any = None, virtual_engine: int = 0, **more: Any
 ) -> Iterator[ForwardContext]:
     """Within the block, layers use this metadata.
 

@@ -136,7 +136,7 @@ class AttentionState(Generic[T]):
         )
 
     def get_graph_input_buffers(
-        self, attn_metadata: Any, is_encoder_decoder_model: bool = False
+        self, attn_metadata: object, is_encoder_decoder_model: bool = False
     ) -> dict[str, torch.Tensor]:
         """The buffers that a captured graph reads, under vLLM's names.
 
