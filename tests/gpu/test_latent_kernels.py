@@ -16,7 +16,6 @@ from attnlib.ops.triton import packed_latents as triton_packed
 from attnlib.ops.triton import paged_decode as triton_decode
 from attnlib.ops.triton import paged_prefill as triton_prefill
 from attnlib.ops.triton import selected_attention as triton_selected
-from attnlib.ops.triton.heuristics.device import limits_of
 from attnlib.ops.triton.hopper import dispatch, latent_plan
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 from attnlib.testing.batch_spec import BatchSpec, parse_batch
@@ -281,37 +280,6 @@ def test_decode(name: str) -> None:
         )  # fmt: skip
 
     _compare(name, batch, run)
-
-
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    ("text", "heads"), [("101q2s900_27q1s3000_q2s65", 32), ("70q1s1500_60q1s600", 128)]
-)
-def test_splits_that_the_decode_combines(text: str, heads: int, cache: torch.dtype) -> None:
-    """M4, M6: with counters, the CTA whose split ends last combines them. Bits do not depend on
-    which one that is, and counters are 0 afterwards."""
-    batch, lengths = _batch(text, heads, 64, torch.bfloat16, cache), parse_batch(text)
-    counters = torch.zeros(
-        dispatch.num_counters(limits_of(batch.query)), dtype=torch.int32, device="cuda"
-    )
-    outputs = []
-
-    def run(use_kernel: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
-        operation: Any = triton_decode if use_kernel else torch_decode
-        extra = {"kernels": "hopper", "counters": counters} if use_kernel else {}
-        operation.paged_decode(
-            batch.query, batch.key, batch.key[..., :SIZE_V], batch.table, batch.starts,
-            batch.seq_lens, batch.params, max_query_len=max(lengths.query_lens),
-            max_seq_len=lengths.max_seq_len, out=out, lse=lse, **extra,
-        )  # fmt: skip
-        if use_kernel:
-            outputs.append((out, lse))
-
-    for _ in range(5):
-        _compare(f"{text}, {heads} heads", batch, run)
-        assert torch.equal(outputs[-1][0], outputs[0][0])
-        assert torch.equal(outputs[-1][1], outputs[0][1])
-        assert not counters.any()
 
 
 PREFILLS: dict[str, dict[str, Any]] = {

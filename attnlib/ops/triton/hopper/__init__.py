@@ -10,8 +10,7 @@
     converted_prefill  prefills over copies of quantized caches and of small blocks
     invariant_plan  both kernels of batch-invariant layers
     shared_decode_plan  constants and launches of decodes of shared prefixes
-    latent_plan   constants and launches of decodes over latents; latent_tiles their tiles,
-                  latent_combine where their splits are combined
+    latent_plan   constants and launches of decodes over latents; latent_tiles their tiles
     descriptors   TMA descriptors of caches and queries
     kernels/      device code
 

@@ -101,8 +101,6 @@ class HopperDecode:
         gathers: the kernel reads the caches by address instead of descriptors.
         key_address: what it takes after the descriptors, the address of the keys or None.
         takes_scores: it takes tensors of a score function and counters.
-        counts: without tensors of a score function, whether it counts with the counters, or None
-            where it has no parameter for them.
         rotated: what the kernels rotate, queries, and outputs back (P15); else None.
         split_rows: rows of partial results that the caller combines (`splits`); else 0.
     """
@@ -126,7 +124,6 @@ class HopperDecode:
     gathers: bool = False
     key_address: tuple[Source | None, ...] = ()
     takes_scores: bool = True
-    counts: bool | None = None
     rotated: KVRotation | None = None
     split_rows: int = 0
 
@@ -171,8 +168,7 @@ class HopperDecode:
         extras: tuple[Any, ...] = (*scales, *layer_tensors, *pointers)
         space: tuple[Any, ...] = (outputs, lses, headers, counters)
         if not self.takes_scores:
-            extras, sizes, given = scales, (), (counters if self.counts else None,)
-            space = (outputs, lses, headers, *(() if self.counts is None else given))
+            extras, space, sizes = scales, space[:3], ()
         tensors = (*sources, QUERY, OUT, LSE, SINKS, *extras)
         numbers = (self.scale, *self.numbers, *sizes, *self.last_strides)
         arguments = (*tensors, starts, lens, table, *space, *numbers)

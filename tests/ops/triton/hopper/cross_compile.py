@@ -757,15 +757,6 @@ LATENT_CASES: dict[str, dict[str, Any]] = {
         "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
     },
     "latent-128-prefill-e4m3": {"heads": 128, "query": 200, "cache": E4M3},
-    "latent-64-combined": {"heads": 64, "reqs": 128},
-    "latent-128-verify-e4m3-combined-all": {
-        "heads": 128,
-        "query": 4,
-        "reqs": 128,
-        "cache": E4M3,
-        "lse": True,
-        "params": {"logits_soft_cap": 50.0, "window": (4095, 31), "attention_chunk_size": 8192},
-    },
     "latent-64-all": {
         "heads": 64,
         "lse": True,
@@ -858,8 +849,7 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
     launch over selected latents, and `tile_loops`, of decodes over 8-bit latents."""
     heads, dtype = options["heads"], options.get("dtype", BF16)
     tokens = options.get("tokens", 64)
-    num_reqs = options.get("reqs", 2)
-    lengths = torch.zeros(num_reqs, dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
     key = torch.empty(2, options.get("n", 64), 1, 576, dtype=options.get("cache", dtype))
     value = key[..., :512]
     if options.get("packed"):
@@ -874,8 +864,8 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
         torch.empty(tokens, heads, 576, dtype=dtype),
         key,
         value,
-        torch.zeros(num_reqs, 4, dtype=torch.int32),
-        torch.zeros(num_reqs + 1, dtype=torch.int32),
+        torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32),
         lengths,
         params,
     )
@@ -892,8 +882,6 @@ def _compile_latent(options: dict[str, Any]) -> dict[str, Any]:
         else:
             query, key, value, table, starts, lens, params = inputs
             batch = BatchTensors(starts, lens, table, workspace=torch.empty(1 << 25))
-            if "reqs" in options:  # splits of as many requests are combined in the kernel
-                batch = batch._replace(counters=torch.zeros(266, dtype=torch.int32))
             tensors = (query, key, value, outputs["out"], outputs["lse"])
             call = AttentionCall.of(*tensors, batch, params)
             tile = options.get("tile")

@@ -137,22 +137,6 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": "q1s200_q1s70", "heads": 128, "packed": True, "broken": 524, "ctas": 4,
         "tile": CONVERTED,
     },
-    "64 heads, up to 2 tokens, sinks, combined in the kernel": {
-        "batch": "q2s300_q2s400_q1s65", "heads": 64, "ctas": 6, "sinks": True,
-    },
-    "128 heads, blocks of 16, window, cap, combined in the kernel": {
-        "batch": "q1s300_q0s9_q1s600_q1s64", "heads": 128, "ctas": 10, "block_size": 16, **_LIMITS,
-    },
-    "16 heads, up to 8 tokens, combined in the kernel": {
-        "batch": "2q8s300_q8s1000_q5s9", "heads": 16, "ctas": 6,
-    },
-    "64 heads, e4m3, scales, halved, combined in the kernel": {
-        "batch": "q1s300_q1s900_q1s65", "heads": 64, "cache": E4M3, "ctas": 4,
-        "k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([3.0]), "tile": HALVED,
-    },
-    "128 heads, e4m3, NaN in a latent, combined in the kernel": {
-        "batch": "q1s400_q1s300", "heads": 128, "cache": E4M3, "broken": 200, "ctas": 6,
-    },
 }  # fmt: skip
 """`ctas` run, three by default. Rings are passed several times in long ranges. `apart`: scales of
 groups differ by up to this power of two each way. `broken`: a byte of the last latent of the first

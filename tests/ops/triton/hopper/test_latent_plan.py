@@ -12,8 +12,8 @@ from attnlib.backends.triton.declared import seq_len_bounds
 from attnlib.ops.layer_shape import LayerShape
 from attnlib.ops.triton.decode_schedule import schedule_decode
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.hopper.latent_combine import combine_tile
 from attnlib.ops.triton.hopper.latent_plan import (
+    _combine_tile,
     _workspace_bytes,
     latent_decode_workspace_bytes,
 )
@@ -34,7 +34,7 @@ H200 = DeviceLimits(132, 227 << 10, 228 << 10, (9, 0), True)
 
 
 def _tile(num_reqs: int, num_tokens: int, heads: int) -> dict[str, int]:
-    return combine_tile(num_reqs, num_tokens, heads, 512, 132 if heads <= 64 else 66)
+    return _combine_tile(num_reqs, num_tokens, heads, 512, 132 if heads <= 64 else 66)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 128])

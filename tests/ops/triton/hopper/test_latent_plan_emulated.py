@@ -36,7 +36,6 @@ def test_emulated_decodes(case: str, emulated: dict[str, dict[str, Any]]) -> Non
     assert result["error"] <= 1.5 * ROUNDING[dtype], result
     assert result["lse_error"] <= (APART_LSE_ERROR if "apart" in case else LSE_ERROR), result
     assert result["padding"] and result["same_nan_rows"], result
-    assert (result["launches"] == 1 or "combined" not in case) and not result["counted"], result
     assert result["nan_rows"] == ("broken" in CASES[case]) * CASES[case]["heads"], result
 
 

@@ -26,7 +26,6 @@ from attnlib.ops.triton.hopper.kernels.kv_scales import (
     sums_of_keys,
     with_key_scale,
 )
-from attnlib.ops.triton.hopper.kernels.latent_combine import clear_rows_after, combine_splits
 from attnlib.ops.triton.hopper.kernels.latent_converter import convert_range
 from attnlib.ops.triton.hopper.kernels.latent_decode_attend import (
     PAIR,
@@ -66,21 +65,20 @@ def _consumer(
     keys,
     own,
     block,
-    blocks,
     tiles,
     scales,
+    soft_cap,
     CONFIG: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Compute one half of the value elements of all splits of the CTA's range.
 
     Args:
-        block, blocks: the block of query rows, and those of a request.
-        scales: (softmax scale, soft cap, k_scale, v_scale).
+        scales: (softmax scale, k_scale, v_scale).
     """
     # [rows, keys].
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    scale, soft_cap, k_scale, v_scale = scales
+    scale, k_scale, v_scale = scales
     value_scale = 1.0
     if CONFIG.CONVERTS:
         scale = with_key_scale(scale, k_scale, 0, CONFIG.K_SCALE_KIND)
@@ -124,11 +122,6 @@ def _consumer(
                 CONFIG,
                 CONSUMER,
             )
-            if CONFIG.COMBINE:
-                if place.num_splits > 1:
-                    combine_splits(
-                        own, before, split, place, blocks, outputs, partials, CONFIG, CONSUMER
-                    )
             position += split.count
         if position >= request_end:
             before = request_end
@@ -137,8 +130,6 @@ def _consumer(
         if own.request == keys.batch.num_reqs:
             # Elsewhere the combine kernel does.
             clear_rows(outputs, keys.batch, queries.num_tokens, block, CONFIG)
-    if CONFIG.COMBINE and CONSUMER == 0:
-        clear_rows_after(outputs, keys.batch, queries.num_tokens, CONFIG)
 
 
 @gluon.jit
@@ -153,10 +144,9 @@ def _loader(cache, keys, own, block, tiles, PREFETCH: gl.constexpr, CONFIG: gl.c
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def hopper_latent_decode_kernel(
     key_desc, value_desc, latents, query, out, lse, sinks, k_scale, v_scale, query_start_loc,
-    seq_lens, block_table, partials, partial_lses, split_headers, counters, scale, soft_cap, left,
-    right, chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot,
-    stride_oh, stride_lt, stride_table, stride_latents, stride_token, token_blocks,
-    CONFIG: gl.constexpr,
+    seq_lens, block_table, partials, partial_lses, split_headers, scale, soft_cap, left, right,
+    chunk, num_reqs, num_tokens, num_blocks, rows, stride_qt, stride_qh, stride_ot, stride_oh,
+    stride_lt, stride_table, stride_latents, stride_token, token_blocks, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One CTA of 9 warps, or 12 over 8-bit caches. Grid: tile ranges * HEAD_BLOCKS * token_blocks,
     all resident at a time; with WHOLE HEAD_BLOCKS for each query tile (`query_tiles`).
@@ -165,7 +155,6 @@ def hopper_latent_decode_kernel(
         key_desc, value_desc, latents, block_table, stride_latents: see `LatentCache`.
         k_scale, v_scale: of an 8-bit cache, as `SCALE_KIND` of each says; else None.
         partials, partial_lses, split_headers, rows: see `Partials`; None with WHOLE.
-        counters: int32 zeros, two for each CTA after the prefill's; only with COMBINE.
         stride_token: see `LatentCache`.
         token_blocks: blocks of query tokens of a request; None without MANY_TOKENS or with WHOLE.
         CONFIG: a `LatentConfig` with 64 ROWS.
@@ -188,7 +177,7 @@ def hopper_latent_decode_kernel(
     )
     queries = Queries(query, stride_qt, stride_qh, num_tokens)
     outputs = Outputs(out, lse, sinks, stride_ot, stride_oh, stride_lt)
-    parts = Partials(partials, partial_lses, split_headers, counters, rows)
+    parts = Partials(partials, partial_lses, split_headers, None, rows)
 
     # PDL: the previous kernel may have written the queries, the cache or the lengths. The combine
     # kernel may start; it waits for this kernel's results by itself.
@@ -204,21 +193,17 @@ def hopper_latent_decode_kernel(
         block = gl.program_id(0) % blocks
     SHARED: gl.constexpr = CONFIG.HEAD_BLOCKS > 1 or CONFIG.MANY_TOKENS
     PREFETCH: gl.constexpr = SHARED and CONFIG.BLOCK_SIZE >= TILE and not CONFIG.WHOLE
-    scales = (scale, soft_cap, k_scale, v_scale)
-    # Of the partial results of a request's splits; consumers take it with COMBINE only.
-    apart = 0
-    if CONFIG.COMBINE:
-        apart = blocks
+    scales = (scale, k_scale, v_scale)
     LOADERS: gl.constexpr = 4 if CONFIG.CONVERTS else 1
     gl.warp_specialize(
         [
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, block, apart, tiles, scales, CONFIG, 0),
+                (queries, outputs, parts, keys, own, block, tiles, scales, soft_cap, CONFIG, 0),
             ),
             (
                 _consumer,
-                (queries, outputs, parts, keys, own, block, apart, tiles, scales, CONFIG, 1),
+                (queries, outputs, parts, keys, own, block, tiles, scales, soft_cap, CONFIG, 1),
             ),
             (_loader, (cache, keys, own, block, tiles, PREFETCH, CONFIG)),
         ],

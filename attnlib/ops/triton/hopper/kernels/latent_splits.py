@@ -69,7 +69,6 @@ class LatentConfig(NamedTuple):
         HALVED: see `LatentTiles`; with CONVERTS.
         WHOLE: no request is divided into splits: each block of query rows has one CTA, which reads
             the keys that these rows see.
-        COMBINE: the CTA whose split of a request ends last combines them (`latent_combine`).
     """
 
     HEAD_BLOCKS: int
@@ -104,7 +103,6 @@ class LatentConfig(NamedTuple):
     STORED_GROUPS: bool = False
     HALVED: bool = False
     WHOLE: bool = False
-    COMBINE: bool = False
 
 
 @aggregate

@@ -87,7 +87,7 @@ def store_split(
     """Write one half of the results of a split, and consumer 0 the LSEs and the header."""
     block = split.kv_head
     valid = rows.exist(split.query_len)
-    if CONSUMER == 0 and not CONFIG.WHOLE and not CONFIG.COMBINE:
+    if CONSUMER == 0 and not CONFIG.WHOLE:
         if split.skipped == 0:
             header = rows.header(place)
             token = split.start + rows.token
