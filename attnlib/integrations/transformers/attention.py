@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from attnlib.errors import UnsupportedConfigError
 from attnlib.integrations.transformers.autocast import as_eager_casts
 from attnlib.integrations.transformers.continuous import attend_continuous
-from attnlib.integrations.transformers.decode_again import attend_known_decode
+from attnlib.integrations.transformers.decode_again import attend_known
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
 from attnlib.integrations.transformers.inference_only import InferenceOnly, refuse_transforms
@@ -80,11 +80,11 @@ def attnlib_attention(
         is_new = type(attention_mask) is MaskTensor and attention_mask._cached is None
         known = attention_mask.step if is_new else known_step(attention_mask)  # type: ignore[union-attr]
     if known is not None and forward_ad._current_level < 0:
-        if (decode := known.decode) is not None:
-            again = decode.attend(query, key, value, scale, kwargs)
+        if (earlier := known.again) is not None:
+            again = earlier.attend(query, key, value, scale, kwargs)
         else:
             given = (query, key, value, known, scale, kwargs)
-            again = attend_known_decode(*given) if query.is_cpu else None
+            again = attend_known(*given) if query.is_cpu else None
         if again is None:
             again = attend_again(module, query, key, value, known, scale, kwargs)
         if again is not None:

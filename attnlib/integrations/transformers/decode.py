@@ -13,7 +13,7 @@ import torch
 
 from attnlib import env
 from attnlib.instrumentation import OBSERVERS
-from attnlib.integrations.transformers.decode_again import DecodeAgain, keep_decode
+from attnlib.integrations.transformers.decode_again import CallAgain, keep_decode
 from attnlib.integrations.transformers.decode_spans import attend_spans, visible_spans
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
@@ -39,7 +39,7 @@ def attend_decode(call: Call, step: StepMask, kwargs: dict[str, object]) -> torc
     sizes = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     kind = ("decode", *sizes, query.dtype, call.soft_cap, call.sinks is None)
     if kind in step.plans:
-        found: DecodeAgain | None = step.plans[kind]
+        found: CallAgain | None = step.plans[kind]
     else:
         found = _found(call, step, kwargs)
         if not step.is_reused:  # the next step may have another backend
@@ -48,10 +48,10 @@ def attend_decode(call: Call, step: StepMask, kwargs: dict[str, object]) -> torc
         return None
     if not step.is_reused and not weights_are_recorded(kwargs):
         keep_decode(step, found)
-    return attend_spans(query, key, value, found.spans, call.scale, call.soft_cap, call.sinks)
+    return attend_spans(query, key, value, found.visible, call.scale, call.soft_cap, call.sinks)
 
 
-def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> DecodeAgain | None:
+def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> CallAgain | None:
     """What serves the call, or None if this module does not support it."""
     spec, pattern = operator_spec(call, step), step.pattern
     if spec is None or pattern is None:
@@ -60,7 +60,7 @@ def _found(call: Call, step: StepMask, kwargs: dict[str, object]) -> DecodeAgain
     if backend.get_name() != "torch":
         return None
     spans = visible_spans(step, call.key, call.value)
-    return None if spans is None else DecodeAgain.of(call, kwargs, pattern, spans)
+    return None if spans is None else CallAgain.of(call, kwargs, pattern, spans)
 
 
 def operator_spec(call: Call, step: StepMask) -> AttentionSpec | None:

@@ -1,10 +1,10 @@
-"""Decodes on a CPU whose plan is known: later layers of a step, and the steps after it.
+"""Calls on a CPU whose plan is known: later layers of a step, and the steps after it.
 
 A forward reads all weights between two layers, so that the code and the objects of a call come from
 memory again: each function that a call enters takes several times as long as in a loop. The first
 layer of a step leaves what it has found with the mask of the step. A later layer compares its
 tensors and arguments with those, and calls the operator. So does the first layer of the next step,
-which reads the padding of its own mask.
+which reads the padding of its own mask: of decodes, and of causal prefills without padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.ops.signature import tensor_check
 from attnlib.selection.current import selection_state
 
-__all__ = ["DecodeAgain", "attend_known_decode", "keep_decode"]
+__all__ = ["CallAgain", "Serve", "attend_known", "keep_decode", "keep_in_step", "keep_prefill"]
 
 _MAX_PATTERNS = 8
 """Patterns of one thread whose last decode is kept."""
@@ -42,16 +42,23 @@ _ABSENT = (
 _SINKS = ("s_aux", "sinks")
 
 
+Serve = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Any, float, float | None, torch.Tensor | None],
+    torch.Tensor,
+]
+
+
 def _never(*_: torch.Tensor) -> bool:
     return False
 
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What a decode has in common with the next step.
+    """What a call has in common with that of the next layer, and a decode with the next step.
 
     Attributes:
-        fits: whether query, key and value have these layouts, with any number of keys.
+        fits: whether query, key and value have these layouts, with any number of keys, and of
+            queries in prefills.
         scale, soft_cap, sinks: of the call; `sinks` is the name of the argument.
         names: of the further arguments.
         absent: those among them with which a call is not repeated.
@@ -85,36 +92,47 @@ class _Last:
 
 
 class _Local(threading.local):
-    """The last decodes of a thread, by the patterns of their masks."""
+    """The last decodes and causal prefills of a thread, by the patterns of their masks."""
 
     def __init__(self) -> None:
         self.last: dict[Pattern, _Last] = {}
+        self.prefills: dict[Pattern, CallAgain] = {}
 
 
 _local = _Local()
 
 
-class DecodeAgain:
-    """What a decode of a step has found.
+class CallAgain:
+    """What a call of a step has found.
 
     Args:
         facts: see `_Facts`.
-        spans: the keys that the rows see.
-        keys: number of keys of the calls, seen or not.
+        serve: the function that serves it, of query, key, value, `visible`, scale, soft cap and
+            sinks.
+        visible: what rows see, in the form that `serve` takes.
+        queries, keys: numbers of queries and keys of the calls, seen or not.
     """
 
-    __slots__ = ("facts", "keys", "spans")
+    __slots__ = ("facts", "keys", "queries", "serve", "visible")
 
-    def __init__(self, facts: _Facts, spans: Spans, keys: int) -> None:
-        self.facts, self.spans, self.keys = facts, spans, keys
+    def __init__(self, facts: _Facts, serve: Serve, visible: Any, queries: int, keys: int) -> None:
+        self.facts, self.serve, self.visible = facts, serve, visible
+        self.queries, self.keys = queries, keys
 
     @classmethod
-    def of(cls, call: Call, kwargs: dict[str, Any], pattern: Pattern, spans: Spans) -> DecodeAgain:
+    def of(
+        cls,
+        call: Call,
+        kwargs: dict[str, Any],
+        pattern: Pattern,
+        visible: Any,
+        serve: Serve = attend_spans,
+    ) -> CallAgain:
         """What a call has found under a mask. Tensors that require a gradient are not compared."""
-        states = call.query, call.key, call.value
+        states, queries = (call.query, call.key, call.value), call.query.shape[2]
         name = next((name for name in _SINKS if kwargs.get(name) is not None), None)
         facts = _Facts(
-            tensor_check(*states, free=(None, 2, 2)) or _never,
+            tensor_check(*states, free=(None if queries == 1 else 2, 2, 2)) or _never,
             call.scale,
             call.soft_cap,
             name,
@@ -123,7 +141,7 @@ class DecodeAgain:
             pattern,
             selection_state(),
         )
-        return cls(facts, spans, call.key.shape[2])
+        return cls(facts, serve, visible, queries, call.key.shape[2])
 
     def attend(
         self,
@@ -133,13 +151,14 @@ class DecodeAgain:
         scale: float,
         kwargs: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Attention of another layer of the step, `[B, 1, Hq, D]`; None for a call that differs."""
+        """Attention of another layer of the step, `[B, T, Hq, D]`; None for a call that differs."""
         facts = self.facts
         if scale != facts.scale or kwargs.keys() != facts.names or OBSERVERS:
             return None
         if not facts.fits(query, key, value) or kwargs.get("softcap") != facts.soft_cap:
             return None
-        if key.shape[2] != self.keys or value.shape[2] != self.keys:
+        keys = self.keys
+        if key.shape[2] != keys or value.shape[2] != keys or query.shape[2] != self.queries:
             return None
         for name in facts.absent:
             if kwargs[name] is not None:
@@ -149,10 +168,10 @@ class DecodeAgain:
             return None
         if LAST_UPDATE.layer is not None:
             note_served(key, value)
-        return attend_spans(query, key, value, self.spans, scale, facts.soft_cap, sinks)
+        return self.serve(query, key, value, self.visible, scale, facts.soft_cap, sinks)
 
 
-def attend_known_decode(
+def attend_known(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -160,7 +179,7 @@ def attend_known_decode(
     scale: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Attention of the first layer of a step as the step before has computed it.
+    """Attention of the first layer of a step as an earlier step has computed it.
 
     Args:
         query, key, value, kwargs: as in `attnlib_attention`.
@@ -168,12 +187,12 @@ def attend_known_decode(
         scale: softmax scale.
 
     Returns:
-        `[B, 1, Hq, D]`, or None for a call that is not known.
+        `[B, T, Hq, D]`, or None for a call that is not known.
     """
-    pattern = step.pattern
-    if step.q_length != 1 or step.is_reused or pattern is None or not query.is_cpu:
+    pattern, queries = step.pattern, step.q_length
+    if step.is_reused or pattern is None or not query.is_cpu:
         return None
-    last = _local.last.get(pattern)
+    last: Any = (_local.last if queries == 1 else _local.prefills).get(pattern)
     if last is None or query.shape[0] != step.batch_size:
         return None
     if VALIDATE_KEY in ENVIRONMENT or selection_state() != last.facts.selection:
@@ -182,24 +201,53 @@ def attend_known_decode(
         return None
     if torch.is_autocast_enabled("cpu"):
         return None
-    spans = visible_spans(step, key, value, last.spans)
-    if spans is None:
+    if queries > 1:
+        found = _known_prefill(last, step)
+    else:
+        spans = visible_spans(step, key, value, last.spans)
+        if spans is None:
+            return None
+        found = CallAgain(last.facts, attend_spans, spans, 1, step.kv_length)
+    if found is None or (out := found.attend(query, key, value, scale, kwargs)) is None:
         return None
-    found = DecodeAgain(last.facts, spans, step.kv_length)
-    out = found.attend(query, key, value, scale, kwargs)
-    if out is not None:
-        step.decode = found
-        if spans.bias is not None:
-            last.keep(spans)
+    step.again = found
+    if queries == 1 and found.visible.bias is not None:
+        last.keep(found.visible)
     return out
 
 
-def keep_decode(step: StepMask, found: DecodeAgain) -> None:
+def _known_prefill(last: CallAgain, step: StepMask) -> CallAgain | None:
+    """What an earlier prefill has found, for one with as many queries as keys, all of which are
+    visible but later ones."""
+    queries, window = step.q_length, last.facts.pattern.window.left
+    if not queries == step.width == step.kv_length or (window is not None and window + 1 < queries):
+        return None
+    if step.rows() is not None:
+        return None
+    return CallAgain(last.facts, last.serve, None, queries, queries)
+
+
+def keep_in_step(step: StepMask, found: CallAgain) -> bool:
+    """Keep what a call has found for the other layers of its step; whether it is new."""
+    if step.again is not None or torch.is_autocast_enabled("cpu"):
+        return False
+    step.again = found
+    return True
+
+
+def keep_decode(step: StepMask, found: CallAgain) -> None:
     """Keep what a decode has found, for the other layers of its step and for the next step."""
-    if step.decode is not None or torch.is_autocast_enabled("cpu"):
-        return
-    step.decode = found
-    pattern, last = found.facts.pattern, _local.last
+    if keep_in_step(step, found):
+        _keep(_local.last, found.facts.pattern, _Last(found.facts, found.visible))
+
+
+def keep_prefill(step: StepMask, found: CallAgain) -> None:
+    """Keep what a causal prefill without a bias has found, as `keep_decode` does."""
+    if keep_in_step(step, found):
+        _keep(_local.prefills, found.facts.pattern, found)
+
+
+def _keep(last: dict[Pattern, Any], pattern: Pattern, found: Any) -> None:
     if len(last) >= _MAX_PATTERNS and pattern not in last:
         last.clear()
-    last[pattern] = _Last(found.facts, found.spans)
+    last[pattern] = found

@@ -106,8 +106,8 @@ def attend_plain(
         bias = None
     note_served(call.key, call.value)
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
-        single = step.q_length == 1
-        out = attend_decode(call, step, kwargs) if single else attend_prefill(call, step)
+        attend = attend_decode if step.q_length == 1 else attend_prefill
+        out = attend(call, step, kwargs)
         if out is not None:
             return out
     step = with_callers_segments(step, kwargs)

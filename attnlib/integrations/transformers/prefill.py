@@ -12,8 +12,15 @@ import torch
 
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers.decode import operator_spec
+from attnlib.integrations.transformers.decode_again import (
+    CallAgain,
+    Serve,
+    keep_in_step,
+    keep_prefill,
+)
 from attnlib.integrations.transformers.decode_spans import attend_by_scores
 from attnlib.integrations.transformers.layers import Call, layer_name
+from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.ops.autocast import without_autocast
 from attnlib.selection import get_attn_backend
@@ -28,11 +35,11 @@ _MAX_OWN_SCORES = 1 << 15
 """Scores per head that are computed with soft caps or sinks."""
 
 
-def attend_prefill(call: Call, step: StepMask) -> torch.Tensor | None:
+def attend_prefill(call: Call, step: StepMask, kwargs: dict[str, object]) -> torch.Tensor | None:
     """Attention of several queries, `[B, T, Hq, D]`; None for calls of another kind.
 
     Args:
-        call: the attention call.
+        call, kwargs: the attention call.
         step: its mask.
     """
     query, key, value = call.query, call.key, call.value
@@ -58,21 +65,46 @@ def attend_prefill(call: Call, step: StepMask) -> torch.Tensor | None:
     if backend.get_name() != "torch":
         return None
     bias = _bias(step, window, query.dtype) if needs_bias else None
-    if bias is not None and not linear:
-        return _attend_by_scores(bias, call)
+    serve: Serve = _attend_fused if bias is None or linear else _attend_by_scores
+    if not step.is_reused and step.pattern is not None and not weights_are_recorded(kwargs):
+        keep = keep_prefill if bias is None else keep_in_step
+        keep(step, CallAgain.of(call, kwargs, step.pattern, bias, serve))
+    return serve(query, key, value, bias, call.scale, call.soft_cap, call.sinks)
+
+
+def _attend_fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention over as many keys as queries, or under a bias `[T, S]`; without soft cap and
+    sinks, which are None."""
     given, grouped = (query, key, value, bias), key.shape[1] != query.shape[1]
-    out = _attend(*given, is_causal=square, scale=call.scale, enable_gqa=grouped)
+    out = _attend(*given, is_causal=bias is None, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 @without_autocast
-def _attend_by_scores(bias: torch.Tensor, call: Call) -> torch.Tensor:
+def _attend_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     """Attention with a soft cap or sinks; all queries that read a KV head are its rows."""
-    (batch, heads, queries, size), kv_heads = call.query.shape, call.key.shape[1]
-    rows = call.query.reshape(batch, kv_heads, -1, size)
-    sinks = None if call.sinks is None else call.sinks.reshape(-1).repeat_interleave(queries)
+    (batch, heads, queries, size), kv_heads = query.shape, key.shape[1]
+    rows = query.reshape(batch, kv_heads, -1, size)
+    if sinks is not None:
+        sinks = sinks.reshape(-1).repeat_interleave(queries)
     added = bias.repeat(heads // kv_heads, 1)
-    out = attend_by_scores(rows, call.key, call.value, added, call.scale, call.soft_cap, sinks)
+    out = attend_by_scores(rows, key, value, added, scale, soft_cap, sinks)
     return out.view(batch, heads, queries, size).transpose(1, 2)
 
 

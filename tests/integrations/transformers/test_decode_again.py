@@ -10,7 +10,7 @@ import torch
 import attnlib
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers import decode, decode_again, plain
-from attnlib.integrations.transformers.decode_again import DecodeAgain
+from attnlib.integrations.transformers.decode_again import CallAgain
 from attnlib.integrations.transformers.decode_spans import Spans
 from attnlib.integrations.transformers.layers import Call
 from attnlib.integrations.transformers.patterns import Pattern
@@ -27,13 +27,11 @@ def states(**changes: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(sizes["dtype"]) for tensor in made)
 
 
-def made(
-    kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0), key_bytes: int = 1
-) -> DecodeAgain:
+def made(kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0), key_bytes: int = 1) -> CallAgain:
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     call = Call(torch.nn.Identity(), *states(), 0.3, softcap, sinks, None, True)
     spans = Spans(list(starts), 9, key_bytes, torch.float32)
-    return DecodeAgain.of(call, kwargs, Pattern(True), spans)
+    return CallAgain.of(call, kwargs, Pattern(True), spans)
 
 
 @pytest.fixture(autouse=True)

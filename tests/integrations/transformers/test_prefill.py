@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import attnlib
 from attnlib.instrumentation import OBSERVERS
-from attnlib.integrations.transformers import plain, prefill
-from tests.integrations.tiny_models import decoder, deepseek_v3, padded, prompts, run
+from attnlib.integrations.transformers import decode_again, plain, prefill
+from tests.integrations.tiny_models import decoder, deepseek_v3, padded, prompts, randomized, run
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the operator was called, for each attention call; no validation."""
+    """Whether the operator was called, for each attention call that asked; no validation."""
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
+    monkeypatch.setattr(decode_again, "_local", decode_again._Local())
     found: list[bool] = []
     attend = plain.attend_prefill
 
-    def recording(call: Any, step: Any) -> torch.Tensor | None:
-        out = attend(call, step)
+    def recording(call: Any, step: Any, kwargs: Any) -> torch.Tensor | None:
+        out = attend(call, step, kwargs)
         found.append(out is not None)
         return out
 
@@ -59,6 +60,30 @@ def test_which_prefills(
     """Not those with padding, a window that hides keys, or many keys and soft caps or sinks."""
     assert _equals_eager(decoder(name), padded(prompts(*lengths), "left"))
     assert served and set(served) == {expected}
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma2", 2), ("gpt_oss", 2)])
+def test_one_layer_of_a_kind_asks(
+    name: str, kinds: int, served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later layers of a prefill take what the first one of their mask has found. A forward runs
+    other code between two layers, so that finding it again took 0.4 ms of each."""
+    monkeypatch.delenv("ATTNLIB_VALIDATE")
+    config = decoder(name).config
+    config.num_hidden_layers = 4
+    if kinds == 2:
+        config.layer_types = ["sliding_attention", "full_attention"] * 2
+    torch.manual_seed(0)
+    model = randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert _equals_eager(model, padded(prompts(5), "left"))
+    assert served == [True] * kinds
+    # A causal prompt of another length takes what an earlier one has found, those with a bias not.
+    assert _equals_eager(model, padded(prompts(4), "left"))
+    assert served == [True] * (1 if kinds == 1 else 4)
+    for lengths in ((4, 4), (4, 3), (4,)):
+        assert _equals_eager(model, padded(prompts(*lengths), "left"))
+    weights = run(model, "attnlib", lambda m: m(torch.tensor(prompts(5)), output_attentions=True))
+    assert len(weights.attentions) == 4
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 20])

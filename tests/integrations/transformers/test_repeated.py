@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnlib.integrations.transformers import attention, plain, repeated
+from attnlib.integrations.transformers import attention, decode_again, plain, repeated
 from tests.integrations.tiny_models import (
     VOCABULARY,
     generated,
@@ -127,6 +127,7 @@ def test_a_second_generation_repeats_as_the_first(
     with other strides than its keys, no layer would be repeated. Layers of a prefill are repeated,
     too."""
     monkeypatch.setattr(plain, "attend_prefill", lambda *_: None)
+    monkeypatch.setattr(decode_again, "_local", decode_again._Local())
     model = randomized(MODELS[name]())
     model.set_attn_implementation("attnlib")
     kinds = 1 if name == "llama" else 2

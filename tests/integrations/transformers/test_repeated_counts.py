@@ -122,7 +122,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(repeated, "_bind", bind)
     # A GPU does not ask for it.
-    monkeypatch.setattr(attention, "attend_known_decode", lambda *_: None)
+    monkeypatch.setattr(attention, "attend_known", lambda *_: None)
 
 
 @torch.no_grad()
