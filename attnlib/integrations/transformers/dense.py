@@ -49,7 +49,7 @@ def attend_dense(
         reason: why no kernel argument expresses the mask, for messages.
 
     Raises:
-        ContractError: a mask of another shape.
+        ContractError: a mask of another shape or of integers.
         UnsupportedConfigError: the user requires a backend that cannot apply the mask.
     """
     added = _added(call, mask, bias)
@@ -76,7 +76,7 @@ def dense_weights(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | No
         call, mask, bias: as in `attend_dense`.
 
     Raises:
-        ContractError: a mask of another shape.
+        ContractError: a mask of another shape or of integers.
     """
     return _weights(call, _added(call, mask, bias)).to(call.query.dtype)
 
@@ -88,7 +88,7 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
     for name, term in (("attention_mask", mask), ("position_bias", bias)):
         if term is None:
             continue
-        _check_shape(name, term, call)
+        _check_term(name, term, call)
         term = term.to(call.query.device)
         if term.dtype == torch.bool:
             term = torch.zeros_like(term, dtype=torch.float32).masked_fill_(~term, -torch.inf)
@@ -98,7 +98,7 @@ def _added(call: Call, mask: torch.Tensor | None, bias: torch.Tensor | None) -> 
     return added
 
 
-def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
+def _check_term(name: str, term: torch.Tensor, call: Call) -> None:
     limits = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
     if term.dim() != 4 or any(
         size not in (1, limit) for size, limit in zip(term.shape, limits, strict=True)
@@ -106,6 +106,11 @@ def _check_shape(name: str, term: torch.Tensor, call: Call) -> None:
         raise ContractError(
             f"{name} has shape {tuple(term.shape)}; each of its 4 sizes must be 1 or that of "
             f"{list(limits)} (batch, heads, T, S), with the S keys that the layer's cache has kept"
+        )
+    if term.dtype != torch.bool and not term.is_floating_point():
+        raise ContractError(
+            f"{name} is {term.dtype}; a mask of 4 sizes is bool, True where a key is visible, or "
+            f"floating-point numbers that are added to the scores: convert it with .bool()"
         )
 
 

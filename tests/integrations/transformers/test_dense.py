@@ -68,6 +68,14 @@ def test_a_mask_of_more_keys_than_a_window_keeps(tokens: int) -> None:
         run(model, "attnlib", lambda m: m(torch.full((2, tokens), 5), **fields))
 
 
+@pytest.mark.parametrize("keys", [3, 5])
+def test_a_mask_of_integers_is_refused(keys: int) -> None:
+    """Eager attention adds the numbers 1 and 0 to the scores, which hides nothing."""
+    mask = torch.ones(3, keys, dtype=torch.long).tril(keys - 3)[None, None]
+    with pytest.raises(ContractError, match=r"attention_mask is torch.int64; .* with .bool\(\)"):
+        attnlib_attention(Module(), *states(3, keys), mask)
+
+
 def test_a_required_backend_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only torch computes a bias per head and position; with a required triton that is an error."""
     pytest.importorskip("triton")
