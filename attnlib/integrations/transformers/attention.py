@@ -1,9 +1,5 @@
-"""The attention function that is registered with transformers.
-
-attnlib_step=...            a paged step of a `PagedModel`, passed through `model.forward`
-cache=PagedAttentionCache   continuous batching (`generate_batch`)
-otherwise                   plain forwards and `generate`
-"""
+"""The attention function that is registered with transformers: for steps of a `PagedModel`
+(`attnlib_step=`), continuous batching (`cache=`), plain forwards and `generate`."""
 
 from __future__ import annotations
 
@@ -41,6 +37,7 @@ from attnlib.integrations.transformers.traced import (
     untraced_reason,
 )
 from attnlib.integrations.transformers.two_streams import EntryMask, attend_two_streams
+from attnlib.integrations.transformers.whole import attend_whole_again
 
 __all__ = ["attnlib_attention"]
 
@@ -59,9 +56,8 @@ def attnlib_attention(
 
     Args:
         module: the attention module of the model; its attnlib layer is cached with it.
-        query: `[B, Hq, T, D]`.
-        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`, history and new tokens (continuous
-            batching: the new tokens).
+        query, key, value: `[B, Hq, T, D]`, `[B, Hkv, S, D]`, `[B, Hkv, S, Dv]`; keys and values
+            with their history (continuous batching: the new tokens).
         attention_mask: see `plain.attend_plain`; continuous batching has none.
         dropout, scaling: 0, and the softmax scale; None for 1/sqrt(D).
         kwargs: `sliding_window`, `softcap`, `s_aux` or `sinks`, `is_causal`, `position_bias`,
@@ -75,22 +71,22 @@ def attnlib_attention(
             backend supports, lost arguments of a paged step, or a mask that does not fit.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    known = None
+    known = again = None
     if not (dropout or is_dynamo_compiling() or torch.is_grad_enabled()):
         is_new = type(attention_mask) is MaskTensor and attention_mask._cached is None
         known = attention_mask.step if is_new else known_step(attention_mask)  # type: ignore[union-attr]
+        if attention_mask is None:
+            again = attend_whole_again(module, query, key, value, scale, kwargs)
     if known is not None and forward_ad._current_level < 0:
         if (earlier := known.again) is not None:
             again = earlier.attend(query, key, value, scale, kwargs)
-        else:
-            given = (query, key, value, known, scale, kwargs)
-            again = attend_known(*given) if query.is_cpu else None
+        elif query.is_cpu:
+            again = attend_known(query, key, value, known, scale, kwargs)
         if again is None:
             again = attend_again(module, query, key, value, known, scale, kwargs)
-        if again is not None:
-            return again, None
-    if (alone := attend_single_tokens(module, query, key, value, scale)) is not None:
-        return alone, None
+    again = attend_single_tokens(module, query, key, value, scale) if again is None else again
+    if again is not None:
+        return again, None
     if torch.compiler.is_compiling() and is_compiled():
         return _in_graph(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     refuse_export()

@@ -31,12 +31,8 @@ __all__ = ["CallAgain", "Serve", "attend_known", "keep_decode", "keep_in_step", 
 _MAX_PATTERNS = 8
 """Patterns of one thread whose last decode is kept."""
 _ABSENT = (
-    "attnlib_step",
-    "write_index",
-    "cu_seq_lens_q",
-    "position_bias",
-    "indices",
-    "block_indices",
+    *("attnlib_step", "write_index", "cu_seq_lens_q"),
+    *("position_bias", "indices", "block_indices"),
 )
 """Arguments with which a call is not repeated."""
 _SINKS = ("s_aux", "sinks")

@@ -58,11 +58,13 @@ from attnlib.integrations.transformers.spans import span_fields
 from attnlib.integrations.transformers.step_batches import paged_plan, unpaged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.token_terms import is_by_token
+from attnlib.integrations.transformers.whole import attend_visible, attend_whole
 from attnlib.spec import AttentionType, MaskKind, Window
 
 __all__ = ["attend_plain", "mask_of"]
 
 _MAX_CACHED_SHAPES = 8
+_BIDIRECTIONAL = Pattern(False)
 _BIASED = "the model adds a position bias to the scores"
 _local = threading.local()
 
@@ -94,6 +96,9 @@ def attend_plain(
         if described is None:
             return attend_dense(call, found, bias, "the mask is a tensor [B, heads, T, S]")
         found = described
+    if found is None and bias is None and not call.causal and not is_transient():
+        if (out := attend_whole(call, kwargs)) is not None:
+            return out
     step = found if isinstance(found, StepMask) else mask_of(call, found)
     if step.q_length == 1 < call.query.shape[2]:
         if (broadcast := broadcast_over_queries(step, call.query.shape[2])) is None:
@@ -106,9 +111,7 @@ def attend_plain(
         bias = None
     note_served(call.key, call.value)
     if bias is None and kwargs.get("cu_seq_lens_q") is None:
-        attend = attend_decode if step.q_length == 1 else attend_prefill
-        out = attend(call, step, kwargs)
-        if out is not None:
+        if (out := _attend_by_operator(call, step, kwargs)) is not None:
             return out
     step = with_callers_segments(step, kwargs)
     if bias is None and (out := attend_decode_on_device(call, step)) is not None:
@@ -122,9 +125,17 @@ def attend_plain(
         return attend_dense(call, step.dense(), bias, _BIASED)
     if "dense reason" not in step.plans:
         step.plans["dense reason"] = dense_reason(step)
-    if step.plans["dense reason"] is not None:
-        return attend_dense(call, step.dense(), None, step.plans["dense reason"])
+    if (reason := step.plans["dense reason"]) is not None:
+        return attend_dense(call, step.dense(), None, reason)
     return _attend_paged(call, step) if is_paged(step) else _attend_unpaged(call, step)
+
+
+def _attend_by_operator(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What torch's operator for a CPU serves."""
+    if step.pattern == _BIDIRECTIONAL:
+        return attend_visible(call, step, kwargs)
+    attend = attend_decode if step.q_length == 1 else attend_prefill
+    return attend(call, step, kwargs)
 
 
 def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:
