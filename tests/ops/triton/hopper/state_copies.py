@@ -1,4 +1,4 @@
-"""What decodes of state layers do before their copies to shared memory are under way.
+"""What decodes of state layers wait for before their copies to shared memory are under way.
 
 `python -m tests.ops.triton.hopper.state_copies CASE...` prints one JSON line per case. It needs a
 process that does not interpret Triton.
@@ -13,7 +13,7 @@ from benchmarks.kernel_sass import compile_to_sass
 from tests.ops.triton.cross_compile import compile_for
 from tests.ops.triton.hopper.emulate import print_cases
 
-__all__ = ["CASES", "early_waits"]
+__all__ = ["CASES", "early_waits", "waits_first"]
 
 CASES = (
     "state-128-copied", "state-128-few-copied", "state-128-channels-copied", "state-64-copied",
@@ -37,9 +37,16 @@ def early_waits(text: str) -> list[str]:
     return [name for name in names[loads : ends[1]] if name in _WAITS]
 
 
+def waits_first(text: str) -> bool:
+    """Whether a kernel waits for the one before, whose end it overlaps, before it reads memory."""
+    names = _INSTRUCTION.findall(text)
+    return names.index("ACQBULK") < names.index("LDG")
+
+
 def describe(case: str) -> dict[str, Any]:
-    """The early waits of the decode of a case."""
-    return {"early": early_waits(compile_to_sass(lambda: compile_for("sm_90", [case])))}
+    """The waits of the decode of a case."""
+    text = compile_to_sass(lambda: compile_for("sm_90", [case]))
+    return {"early": early_waits(text), "waits first": waits_first(text)}
 
 
 if __name__ == "__main__":

@@ -53,4 +53,4 @@ def test_copies_begin_before_anything_waits() -> None:
     """Speed rules: ptxas puts what waits for new tokens in front of the copies where it may, and
     the copies would wait, too."""
     for result in compile_in_process("tests.ops.triton.hopper.state_copies"):
-        assert not result["early"], result
+        assert not result["early"] and result["waits first"], result
