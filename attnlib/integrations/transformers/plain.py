@@ -58,7 +58,7 @@ from attnlib.integrations.transformers.spans import span_fields
 from attnlib.integrations.transformers.step_batches import paged_plan, unpaged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.token_terms import is_by_token
-from attnlib.integrations.transformers.whole import attend_visible, attend_whole
+from attnlib.integrations.transformers.whole import attend_biased, attend_visible, attend_whole
 from attnlib.spec import AttentionType, MaskKind, Window
 
 __all__ = ["attend_plain", "mask_of"]
@@ -120,9 +120,7 @@ def attend_plain(
         return attend_dense(call, step.dense(), bias, "a CUDA graph is recorded")
     step = window_as_padding(step)
     if bias is not None:
-        if is_by_distance(call, step, bias):
-            return _attend_paged(call, step, bias)
-        return attend_dense(call, step.dense(), bias, _BIASED)
+        return _attend_biased(call, step, bias, kwargs)
     if "dense reason" not in step.plans:
         step.plans["dense reason"] = dense_reason(step)
     if (reason := step.plans["dense reason"]) is not None:
@@ -134,8 +132,17 @@ def _attend_by_operator(call: Call, step: StepMask, kwargs: dict[str, Any]) -> t
     """What torch's operator for a CPU serves."""
     if step.pattern == _BIDIRECTIONAL:
         return attend_visible(call, step, kwargs)
-    attend = attend_decode if step.q_length == 1 else attend_prefill
-    return attend(call, step, kwargs)
+    return (attend_decode if step.q_length == 1 else attend_prefill)(call, step, kwargs)
+
+
+def _attend_biased(
+    call: Call, step: StepMask, bias: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if (out := attend_biased(call, step, bias, kwargs)) is not None:
+        return out
+    if is_by_distance(call, step, bias):
+        return _attend_paged(call, step, bias)
+    return attend_dense(call, step.dense(), bias, _BIASED)
 
 
 def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:

@@ -13,7 +13,17 @@ import attnlib
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers import attention, plain
 from attnlib.integrations.transformers.whole import attend_whole_again
-from tests.integrations.tiny_models import ENCODERS, bart, padded, prompts, randomized, run, whisper
+from tests.integrations.tiny_models import (
+    ENCODERS,
+    bart,
+    padded,
+    prompts,
+    randomized,
+    run,
+    t5,
+    umt5,
+    whisper,
+)
 
 
 @pytest.fixture
@@ -49,6 +59,19 @@ def test_an_encoder_decoder_needs_no_layer(lengths: tuple[int, ...], layers: lis
         found = run(model, "attnlib", lambda m: _bart(m, lengths))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert not layers
+
+
+@pytest.mark.parametrize("make", [t5, umt5])
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 3)], ids=str)
+def test_decodes_with_a_position_bias(
+    make: Any, lengths: tuple[int, ...], layers: list[str]
+) -> None:
+    """Only the prompt needs layers."""
+    model = make()
+    expected = run(model, "eager", lambda m: _bart(m, lengths))
+    found = run(model, "attnlib", lambda m: _bart(m, lengths))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert len(layers) <= 2 + 2  # of the encoder, and of the first query if it were several
 
 
 def test_calls_without_a_mask_are_repeated(layers: list[str], monkeypatch: Any) -> None:
