@@ -41,11 +41,10 @@ QUERY_ROWS = 128
 """Rows of a query tile of the prefill; 192 with narrow heads in groups that fill tiles."""
 MOST_QUERY_ROWS = 384
 """A multiple of both."""
-SEGMENTS = ((384, 256), (1024, 128), (8192, 512), (0, 1024))
+SEGMENTS = ((768, 256), (1024, 128), (8192, 512), (0, 1024))
 """(positions before which queries have these segments, their keys), for values of up to 128
 elements. The first entry saves additions of short prefills; the second gives decodes of 1024 keys
-eight CTAs per head. In us on an H200, with the first entry up to 768 and up to 384: decodes of 1 x
-500 7.28 and 6.52, 6 x 700 12.16 and 11.42, prefills of 6 x 700 93.4 and 94.0."""
+eight CTAs per head."""
 SLIM_SEGMENTS = ((1024, 128), (8192, 1024), (0, 2048))
 """The same for values of up to 64 elements: as many bytes of keys and values."""
 WIDE_SEGMENTS = ((1024, 256), (4096, 2048), (0, 4096))
