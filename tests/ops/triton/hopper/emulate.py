@@ -30,6 +30,8 @@ __all__ = ["launch", "print_cases", "run_emulated"]
 _EMULATED: dict[int, Any] = {}
 _FUNCTIONS = (triton.runtime.JITFunction, InterpretedFunction)
 """Of Gluon, and of Triton in a process that interprets it."""
+_MODULES = ("attnlib.", "triton.experimental.gluon.language.nvidia.")
+"""Beginnings of the names of modules whose functions are emulated or replaced."""
 
 
 def _aggregate(cls: Any) -> Any:
@@ -111,7 +113,7 @@ def _emulated(value: Any) -> Any:
     if isinstance(value, _FUNCTIONS):
         known = _EMULATED.get(id(value.fn))
         result = known or _function(value.fn)
-    elif isinstance(value, types.ModuleType) and value.__name__.startswith("attnlib."):
+    elif isinstance(value, types.ModuleType) and value.__name__.startswith(_MODULES):
         result = _Module(value)
     elif isinstance(value, type) and "__triton_aggregate__" in dir(value):
         result = _aggregate(value)
