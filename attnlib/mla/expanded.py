@@ -3,7 +3,7 @@ from the latents, those of the context in chunks of bounded size."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ def attend_expanded(
     """
     _write(latent_attention, query, latent, cache, batch)
     layer, spec = latent_attention.layer, latent_attention.spec
+    assert batch.block_table is not None
     new, *chunks = _plan(batch, latent_attention.context_tokens, cache.block_size)
     sinks = layer.impl.per_head_tensors[1]
     params = AttentionParams(
@@ -58,7 +59,8 @@ def attend_expanded(
     part = torch.empty_like(out), torch.empty_like(lse)
     merge = operation("merge_states", "merge_states", query)
     for chunk in chunks:
-        latents = cache.key_cache[chunk.place]
+        requests, columns, offsets = chunk.place
+        latents = cache.key_cache[batch.block_table[requests, columns].long(), offsets, 0]
         _attend(latent_attention, query, latents, chunk, batch, params, *part)
         merge(out, lse, *part, out, lse)
 
@@ -124,15 +126,15 @@ class _Rows(NamedTuple):
     block repeats its first row.
 
     Attributes:
-        place: index of the rows, `[blocks * _BLOCK]` each, in the latents of the batch or in the
-            key cache.
+        place: `[blocks * _BLOCK]` int64 each: of new tokens the token of each row in the batch, of
+            context its request, the column of the block table and the place in the block.
         table: `[R, most blocks]` int32.
         lengths: `[R]` int32, rows of each request; `lengths_cpu` is its host copy.
         longest: the longest request.
         counters: `[2]` int32 zeros, with which the kernel distributes work.
     """
 
-    place: tuple[Any, ...]
+    place: tuple[Tensor, ...]
     table: Tensor
     lengths: Tensor
     lengths_cpu: Tensor
@@ -140,64 +142,66 @@ class _Rows(NamedTuple):
     counters: Tensor
 
 
+class _Plan(NamedTuple):
+    """The rows of a batch, and the lengths on the host from which they follow."""
+
+    starts: Tensor
+    seq_lens: Tensor
+    rows: list[_Rows]
+
+
 def _plan(batch: PagedMetadata, context_tokens: int, block_size: int) -> list[_Rows]:
-    """The new tokens of a batch, then the chunks of its context; made once for all layers.
+    """The new tokens of a batch, then the chunks of its context; arranged once for all layers, and
+    again where lengths have changed in place.
 
     Args:
         batch: prefills with lengths on the host.
         context_tokens: latents of the context in a chunk, at most.
         block_size: of the cache.
     """
-    key = "expanded prefills", context_tokens, block_size
-    found: list[_Rows] | None = batch.plans.get(key)
-    if found is not None:
-        return found
     assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
-    assert batch.block_table is not None
-    starts = batch.query_start_loc_cpu.long()
-    counts = starts.diff()
-    contexts = batch.seq_lens_cpu.long() - counts
+    given = batch.query_start_loc_cpu, batch.seq_lens_cpu
+    key = "expanded prefills", context_tokens, block_size
+    found: _Plan | None = batch.plans.get(key)
+    if found is not None and all(map(torch.equal, found[:2], given)):
+        return found.rows
+    starts, seq_lens = (each.clone() for each in given)
+    counts, device = starts.long().diff(), batch.query_start_loc.device
+    contexts = seq_lens.long() - counts
     step = max(1, context_tokens // max(1, int((contexts > 0).sum())))
-    plan = [_in_blocks(starts[:-1], counts, batch.block_table, None)]
-    plan += [
-        _in_blocks(
-            torch.full_like(contexts, first),
-            (contexts - first).clamp(0, step),
-            batch.block_table,
-            block_size,
-        )
-        for first in range(0, int(contexts.amax()), step)
-    ]
-    batch.plans[key] = plan
-    return plan
+    rows = [_in_blocks(starts[:-1].long(), counts, None, device)]
+    for first in range(0, int(contexts.amax()), step):
+        firsts, lengths = torch.full_like(contexts, first), (contexts - first).clamp(0, step)
+        rows.append(_in_blocks(firsts, lengths, block_size, device))
+    batch.plans[key] = _Plan(starts, seq_lens, rows)
+    return rows
 
 
 def _in_blocks(
-    firsts: Tensor, lengths: Tensor, block_table: Tensor, block_size: int | None
+    firsts: Tensor, lengths: Tensor, block_size: int | None, device: torch.device
 ) -> _Rows:
     """Rows of requests in blocks.
 
     Args:
         firsts, lengths: `[R]` int64 on the host, the first row of each request and how many.
-        block_table: of the batch.
-        block_size: of the cache that has the rows; None for those of the batch.
+        block_size: of the cache that has the rows; None for rows of the batch.
+        device: of the batch.
     """
     blocks = (lengths + (_BLOCK - 1)) // _BLOCK
     blocks[0] += not blocks.any()  # one block that nobody reads
     begins = blocks.cumsum(0) - blocks
     requests = torch.arange(len(blocks), device="cpu").repeat_interleave(blocks * _BLOCK)
     offsets = torch.arange(len(requests), device="cpu") - begins[requests] * _BLOCK
-    index = firsts[requests] + torch.where(offsets < lengths[requests], offsets, 0)
+    tokens = firsts[requests] + torch.where(offsets < lengths[requests], offsets, 0)
     columns = torch.arange(int(blocks.amax()), device="cpu")
     table = torch.where(columns < blocks[:, None], begins[:, None] + columns, 0)
     lengths_cpu, counters = lengths.int(), torch.zeros(2, dtype=torch.int32, device="cpu")
+    place = (
+        [tokens] if block_size is None else [requests, tokens // block_size, tokens % block_size]
+    )
     # From pinned memory: other copies of this size wait for the kernels before them.
-    host = [torch.stack((index, requests)), table.int(), lengths_cpu, counters]
-    if block_table.is_cuda:
+    host = [torch.stack(place), table.int(), lengths_cpu, counters]
+    if device.type == "cuda":
         host = [each.pin_memory() for each in host]
-    both, *others = (each.to(block_table.device, non_blocking=True) for each in host)
-    place: tuple[Any, ...] = (both[0],)
-    if block_size is not None:
-        place = block_table[both[1], both[0] // block_size].long(), both[0] % block_size, 0
-    table, lengths_there, counters = others
-    return _Rows(place, table, lengths_there, lengths_cpu, int(lengths.amax()), counters)
+    rows, table, there, counters = (each.to(device, non_blocking=True) for each in host)
+    return _Rows(rows.unbind(), table, there, lengths_cpu, int(lengths.amax()), counters)

@@ -118,6 +118,29 @@ def test_layers_of_a_batch_share_their_plan() -> None:
 
 
 @pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
+def test_values_of_a_batch_may_change_in_place(expand_from: int | None) -> None:
+    """Other blocks and other lengths within its bounds, as in a batch that is built for them."""
+    query_lens, seq_lens = [12, 30], [70, 200]
+    module, call, _ = _step(query_lens, seq_lens, expand_from=expand_from, context_tokens=80)
+    query, latent, cache, batch = call
+    module(*call)
+    cache.key_cache.nan_to_num_()
+    batch.slot_mapping = None
+    module(*call)
+    batch.block_table[1, :25] = batch.block_table[1, :25].flip(0)
+    found = module(*call)
+    batch.drop_plans()
+    blocks = module(*call)
+    torch.testing.assert_close(found, blocks)
+    for lengths in (batch.seq_lens, batch.seq_lens_cpu):
+        lengths[1] = 150
+    found = module(*call)
+    batch.drop_plans()
+    torch.testing.assert_close(found, module(*call))
+    assert not torch.allclose(found, blocks)
+
+
+@pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
 def test_rows_past_the_tokens_become_0(expand_from: int | None) -> None:
     """M6."""
     module, (query, latent, cache, metadata), _ = _step([1, 20], [9, 50], expand_from=expand_from)
