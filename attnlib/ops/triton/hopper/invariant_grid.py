@@ -9,7 +9,7 @@ from attnlib.ops.triton.heuristics.device import DeviceLimits
 from attnlib.ops.triton.heuristics.invariant_tiles import segment_keys
 from attnlib.ops.triton.heuristics.tiles import next_power_of_2
 from attnlib.ops.triton.hopper.decode_grid import workers_per_head
-from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, SEGMENTS
+from attnlib.ops.triton.hopper.kernels.segments import query_rows, segment_table
 
 __all__ = [
     "invariant_block_n",
@@ -43,9 +43,9 @@ def invariant_workers(num_kv_heads: int, max_ctas: int) -> int:
 def invariant_slots(num_segments: int, limits: DeviceLimits) -> int:
     """Upper bound of the segments of a row, given that of segments of `segment_keys`: the first
     queries of a request have shorter ones."""
-    shorter = [
-        (position + MOST_QUERY_ROWS) // keys + 1
-        for position, keys in SEGMENTS
+    shorter: list[int] = [
+        (position + query_rows(64, 1)) // keys + 1
+        for position, keys in segment_table(128, 128)
         if keys < segment_keys(limits)
     ]
     return max([num_segments, *shorter])

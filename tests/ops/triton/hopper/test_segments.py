@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from types import ModuleType
+
 import pytest
 
-from attnlib.ops.triton.hopper.kernels.segments import MOST_QUERY_ROWS, QUERY_ROWS, _segments
+import attnlib.ops.triton
+from attnlib.ops.triton.hopper.kernels.segments import _segments, query_rows
 from attnlib.ops.triton.hopper.sizes import decode_rows
 
 
@@ -22,8 +27,8 @@ def test_ends_of_the_longest_segments_of_a_decode_are_ends_of_all(
     for position, following in zip(positions, positions[1:], strict=False):
         assert following - position >= decode_rows(width_v) // group
     # All queries of a query tile of the prefill have segments of one length.
-    rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
-    assert all(position % (rows // group) == 0 for position in positions)
+    tokens = query_rows(width_v, group) // group
+    assert all(position % tokens == 0 for position in positions)
 
 
 def test_values_of_64_elements_have_segments_of_as_many_bytes() -> None:
@@ -32,4 +37,24 @@ def test_values_of_64_elements_have_segments_of_as_many_bytes() -> None:
         position, tiles = _segments(128, 4, 128)[number]
         slim_position, slim_tiles = _segments(64, 4, 128)[number]
         assert slim_tiles == 2 * tiles
-        assert abs(slim_position - position) < MOST_QUERY_ROWS
+        assert abs(slim_position - position) < query_rows(64, 1)
+
+
+def test_functions_of_constants_read_no_variables() -> None:
+    """The keys of kernels in Triton's cache have the sources of these functions, and not the values
+    that they read elsewhere: a cache would keep kernels of an earlier table (M15)."""
+    kind, found, wrong = type(query_rows), set(), []
+    for module in pkgutil.walk_packages(attnlib.ops.triton.__path__, "attnlib.ops.triton."):
+        for function in vars(importlib.import_module(module.name)).values():
+            if not isinstance(function, kind):
+                continue
+            found.add(function)
+            known = function.fn.__globals__
+            values = {name: known[name] for name in function.fn.__code__.co_names if name in known}
+            wrong += [
+                f"{function.fn.__name__} reads {name}"
+                for name, value in values.items()
+                if not callable(value) and not isinstance(value, ModuleType)
+            ]
+    assert len(found) > 50
+    assert not wrong

@@ -20,16 +20,16 @@ from attnlib.ops.triton.hopper.kernels.compat import exp2
 from attnlib.ops.triton.hopper.kernels.softmax import LOG2E
 
 __all__ = [
-    "MOST_QUERY_ROWS",
-    "SEGMENTS",
     "add_column_sums",
     "add_row_sums",
     "cap_scores",
     "column_sums",
     "fold_sums",
+    "query_rows",
     "row_sums",
     "segment_bits",
     "segment_range",
+    "segment_table",
     "segment_tiles",
     "softmax_factor",
     "sum_columns",
@@ -37,21 +37,29 @@ __all__ = [
 ]
 
 
-QUERY_ROWS = 128
-"""Rows of a query tile of the prefill; 192 with narrow heads in groups that fill tiles."""
-MOST_QUERY_ROWS = 384
-"""A multiple of both."""
-SEGMENTS = ((768, 256), (1024, 128), (8192, 512), (0, 1024))
-"""(positions before which queries have these segments, their keys), for values of up to 128
-elements. The first entry saves additions of short prefills; the second gives decodes of 1024 keys
-eight CTAs per head."""
-SLIM_SEGMENTS = ((1024, 128), (8192, 1024), (0, 2048))
-"""The same for values of up to 64 elements: as many bytes of keys and values."""
-WIDE_SEGMENTS = ((1024, 256), (4096, 2048), (0, 4096))
-"""The same for more than 128 elements, whose sums do not fit in shared memory."""
-NARROW_SEGMENTS = ((0, 4096),)
-"""The same for tiles of 64 keys and values of up to 128 elements: queries of such layers see few
-keys, which need not be divided."""
+@gluon.constexpr_function
+def query_rows(width_v, group):
+    """Return the rows of query tiles of the prefill, or a multiple of them: with narrow heads in
+    groups that fill tiles of 192, 384."""
+    return 384 if width_v <= 64 and 64 % group == 0 else 128
+
+
+@gluon.constexpr_function
+def segment_table(width_v, block_n):
+    """Return (the position before which queries have these segments, their keys) of each entry.
+
+    The key of a kernel in Triton's cache has the source of this function, and not the values of
+    variables that it reads: kernels of two tables would add in other orders (M15).
+    """
+    if width_v > 128:  # the sums do not fit in shared memory
+        return ((1024, 256), (4096, 2048), (0, 4096))
+    if block_n != 128:  # queries of such layers see few keys, which need not be divided
+        return ((0, 4096),)
+    if width_v <= 64:  # as many bytes of keys and values as below
+        return ((1024, 128), (8192, 1024), (0, 2048))
+    # The first entry saves additions of short prefills; the second gives decodes of 1024 keys eight
+    # CTAs per head.
+    return ((768, 256), (1024, 128), (8192, 512), (0, 1024))
 
 
 @gluon.constexpr_function
@@ -60,13 +68,7 @@ def _segments(width_v, group, block_n):
 
     Positions are rounded up to query tiles of the prefill.
     """
-    segments = SLIM_SEGMENTS if width_v <= 64 else SEGMENTS
-    if width_v > 128:
-        segments = WIDE_SEGMENTS
-    elif block_n != 128:
-        segments = NARROW_SEGMENTS
-    rows = MOST_QUERY_ROWS if width_v <= 64 and 64 % group == 0 else QUERY_ROWS
-    tokens = rows // group
+    segments, tokens = segment_table(width_v, block_n), query_rows(width_v, group) // group
     return tuple((-(-position // tokens) * tokens, keys // block_n) for position, keys in segments)
 
 
