@@ -38,7 +38,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
     monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
-    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+    for name in ("attend_decode", "attend_biased"):  # what only a CPU calls
+        monkeypatch.setattr(plain, name, lambda *_: None)
 
 
 @pytest.fixture
