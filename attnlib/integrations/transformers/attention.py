@@ -16,7 +16,11 @@ from attnlib.integrations.transformers.continuous import attend_continuous
 from attnlib.integrations.transformers.decode_again import attend_known
 from attnlib.integrations.transformers.dense import dense_weights
 from attnlib.integrations.transformers.described_mask import known_step, read_mask
-from attnlib.integrations.transformers.inference_only import InferenceOnly, refuse_transforms
+from attnlib.integrations.transformers.inference_only import (
+    InferenceOnly,
+    check_states,
+    refuse_transforms,
+)
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import refuse_export
@@ -145,6 +149,7 @@ def _call(
     module: nn.Module, states: tuple[torch.Tensor, ...], scale: float, kwargs: dict[str, Any]
 ) -> Call:
     query, key, value = states
+    check_states(layer_name(module), query, key, value)
     causal, sinks = kwargs.get("is_causal"), checked_sinks(module, query, kwargs)
     return Call(
         module,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnlib.integrations.transformers.inference_only import refuse_backward
+from attnlib.integrations.transformers.inference_only import check_states, refuse_backward
 from attnlib.integrations.transformers.layers import Call, transient
 from attnlib.integrations.transformers.plain import attend_plain
 from attnlib.integrations.transformers.static_memory import keep_static_memory, note_trace
@@ -70,6 +70,7 @@ def attend_opaquely(
             recorded in a CUDA graph.
     """
     with _scope(query.device) as is_recorded:
+        check_states(name, query, key, value)
         module = _stand(name, causal, None if is_recorded else sinks)
         call = Call(module, query, key, value, scale, soft_cap, sinks, window, causal)
         return attend_plain(call, mask, bias, {}).contiguous()

@@ -129,8 +129,12 @@ def attend_biased(
         bias: `[B or 1, Hq or 1, 1, S]` added to the scores.
     """
     others = {name: given for name, given in kwargs.items() if name != "position_bias"}
-    sizes = bias.dim() == 4 and (bias.shape[2], bias.shape[3]) == (1, call.key.shape[2])
-    if not sizes or call.query.shape[2] != 1 or bias.dtype != call.query.dtype:
+    shape, (batch, heads, _, _) = bias.shape, call.query.shape
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        return None
+    if shape[2:] != (1, call.key.shape[2]) or not bias.is_cpu:
+        return None
+    if call.query.shape[2] != 1 or bias.dtype != call.query.dtype:
         return None
     if not _is_served(call, others):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,10 +109,47 @@ def test_tangents_are_refused(backend: str) -> None:
             model(inputs_embeds=token, past_key_values=given)
 
 
-def test_tensors_without_values_are_refused() -> None:
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_tensors_without_values_are_refused(first: int) -> None:
     """The device `meta`, whose models tell sizes."""
+    tensors = list(states())
+    tensors[first:] = [tensor.to("meta") for tensor in tensors[first:]]
     with pytest.raises(UnsupportedConfigError, match="Module.7: .* on the device 'meta'.*'eager'"):
-        attnlib_attention(Module(), *(tensor.to("meta") for tensor in states()))
+        attnlib_attention(Module(), *tensors)
+
+
+OTHER_STATES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "fewer values": lambda q, k, v: (q, k, v[:, :, :2].contiguous()),
+    "more values": lambda q, k, v: (q, k, torch.cat((v, v), 2)),
+    "values of other heads": lambda q, k, v: (q, k, v[:, :1]),
+    "values of another dtype": lambda q, k, v: (q, k, v.bfloat16()),
+    "keys of another batch": lambda q, k, v: (torch.cat((q, q)), k, v),
+    "values of another batch": lambda q, k, v: (q, k, torch.cat((v, v))),
+    "packed values": lambda q, k, v: (q, k, v[0]),
+}
+
+
+@pytest.mark.parametrize("mask", [None, "padding", "dense", "bias"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_states_that_do_not_fit_are_refused(
+    name: str, causal: bool, queries: int, mask: str | None, backend: str
+) -> None:
+    """torch's operator reads as many values as there are keys, also behind the end of a tensor."""
+    module, tensors = Module().eval(), OTHER_STATES[name](*states(queries, 3))
+    module.is_causal, given, further = causal, None, {}
+    if mask == "padding":
+        given = torch.tensor([[0, 1, 1]]).expand(len(tensors[0]), -1)
+    elif mask == "dense":
+        given = torch.ones(1, 1, queries, 3, dtype=torch.bool)
+    elif mask == "bias":
+        further["position_bias"] = torch.ones(1, 2, queries, 3)
+    with (
+        torch.no_grad(),
+        pytest.raises(ContractError, match=r"Module.7: .*value \[B, Hkv, S, Dv\]"),
+    ):
+        attnlib_attention(module, *tensors, given, **further)
 
 
 def test_sinks_per_token_are_refused() -> None:

@@ -10,8 +10,10 @@ import torch
 import transformers
 
 import attnlib
+from attnlib.errors import ContractError
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers import attention, plain
+from attnlib.integrations.transformers.attention import attnlib_attention
 from attnlib.integrations.transformers.whole import attend_whole_again
 from tests.integrations.tiny_models import (
     ENCODERS,
@@ -24,6 +26,7 @@ from tests.integrations.tiny_models import (
     umt5,
     whisper,
 )
+from tests.integrations.transformers.module_calls import Module, states
 
 
 @pytest.fixture
@@ -146,3 +149,10 @@ def test_calls_that_need_a_layer(
         OBSERVERS[:] = OBSERVERS[: len(OBSERVERS) - (how == "an observer")]
     assert len(layers) >= 4
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 5), (1, 3, 1, 5), (1, 2, 1, 4)], ids=str)
+def test_a_position_bias_of_other_sizes_is_refused(sizes: tuple[int, ...], layers: Any) -> None:
+    query, key, value = (tensor.repeat(2, 1, 1, 1) for tensor in states(1, 5))
+    with torch.no_grad(), pytest.raises(ContractError, match="position_bias has shape"):
+        attnlib_attention(Module(), query, key, value, position_bias=torch.ones(sizes))
