@@ -179,7 +179,7 @@ class BlockAllocator:
                 fill, or `token_ids` that are not integers; nothing is committed.
         """
         full = (count := token_count(token_ids)) // self.block_size
-        if full > len(block_ids := as_ids("block_ids", block_ids)):
+        if full > len(block_ids := as_ids("block_ids", block_ids, ordered=True)):
             raise ContractError(
                 f"{count} tokens fill {full} blocks of {self.block_size}, but only "
                 f"{len(block_ids)} blocks are given"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 
 import torch
 
@@ -174,13 +174,8 @@ def _integers(block_ids: Sequence[int], index: int) -> torch.Tensor:
     try:
         row = torch.as_tensor(block_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        if isinstance(block_ids, Set | Mapping):
-            raise ContractError(
-                f"row {index}: block ids are a {type(block_ids).__name__}, which has no order: "
-                "pass a list",
-                rule="P3",
-            ) from None
-        ids = as_ids(f"row {index}: block ids", block_ids)  # torch takes no iterators
+        # torch takes no iterators
+        ids = as_ids(f"row {index}: block ids", block_ids, ordered=True)
         ids = [as_id(f"row {index}: block id", *x[::-1]) for x in enumerate(ids)]
         for block in ids:
             if not 0 <= block <= _MAX_BLOCK_ID:

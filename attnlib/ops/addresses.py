@@ -7,7 +7,7 @@ ATTNLIB_VALIDATE, and not while a CUDA graph is captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -197,32 +197,31 @@ def as_id(what: str, block: Any, position: int | None = None) -> int:
         if isinstance(block, bool):
             raise TypeError
         return operator.index(block)
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch raises the latter for tensors on the device meta
         where = "" if position is None else f" (index {position})"
-        raise ContractError(
-            f"{what} {shortened(block)}{where} is a {type(block).__name__}; it must be an integer",
-            rule="P3",
-        ) from None
+        found = f"{what} {shortened(block)}{where} is a {type(block).__name__}"
+        raise ContractError(f"{found}; it must be an integer", rule="P3") from None
 
 
-def as_ids(name: str, ids: Iterable[Any]) -> list[Any]:
+def as_ids(name: str, ids: Iterable[Any], *, ordered: bool = False) -> list[Any]:
     """Ids as a list; their values are not checked.
 
     Args:
         name: of the argument, for messages.
         ids: the ids.
+        ordered: their order has a meaning.
 
     Raises:
-        ContractError: a single id.
+        ContractError: a single id, or a set or a dictionary in place of an order.
     """
+    if ordered and isinstance(ids, Set | Mapping):
+        kind = type(ids).__name__
+        raise ContractError(f"{name} are a {kind}, which has no order: pass a list", rule="P3")
     try:
         return list(ids)
     except TypeError:
-        raise ContractError(
-            f"{name}={shortened(ids)} is a {type(ids).__name__}; it must be a list of ids, such as "
-            "[0]",
-            rule="P3",
-        ) from None
+        found = f"{name}={shortened(ids)} is a {type(ids).__name__}"
+        raise ContractError(f"{found}; it must be a list of ids, such as [0]", rule="P3") from None
 
 
 def shortened(value: object) -> str:

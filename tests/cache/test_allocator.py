@@ -236,6 +236,25 @@ def test_block_ids_of_any_integer_type_are_the_same_blocks(convert) -> None:
         pool.acquire(3)
 
 
+@pytest.mark.parametrize("kind", [set, dict.fromkeys], ids=["set", "dict"])
+def test_blocks_of_a_sequence_have_an_order(kind) -> None:
+    """A set gave blocks the contents of others, which later prefixes read."""
+    pool = BlockAllocator(16, 2)
+    blocks = pool.allocate(9)[::-1]
+    with pytest.raises(ContractError, match=f"block_ids are a {kind([]).__class__.__name__}.*list"):
+        pool.commit(list(range(18)), kind(blocks))
+    assert not pool.acquire_prefix(list(range(18))).block_ids
+
+
+def test_block_ids_without_values_are_refused() -> None:
+    """The device `meta`, whose tensors raise another error than those of other types."""
+    pool, ids = BlockAllocator(4, 2), torch.zeros(1, dtype=torch.int64, device="meta")
+    pool.allocate(1)
+    for take in (pool.free, pool.retain, lambda given: pool.commit([1, 2], given)):
+        with pytest.raises(ContractError, match="meta.* is a Tensor; it must be an integer"):
+            take(ids)
+
+
 @pytest.mark.parametrize(
     "tokens", [torch.zeros(9), torch.zeros(3, 3, dtype=torch.int64), [0.0] * 9]
 )
