@@ -94,8 +94,10 @@ def _checked(
         raise ContractError(
             f"allocator is a {type(allocator).__name__}; pass the HybridBlockAllocator of the pool"
         )
-    requests = [as_sequence(one) for one in as_ids("sequences", sequences)]
-    lengths = [as_count("query_lens", new) for new in as_ids("query_lens", query_lens)]
+    requests = [as_sequence(one) for one in as_ids("sequences", sequences, ordered=True)]
+    lengths = [
+        as_count("query_lens", new) for new in as_ids("query_lens", query_lens, ordered=True)
+    ]
     different = len({id(one) for one in requests})
     if not different == len(requests) == len(lengths):
         raise ContractError(

@@ -118,6 +118,9 @@ def test_a_batch_names_each_request_once() -> None:
     for requests, lengths in (([one, one], [1, 1]), ([one], [1, 1]), ([one], [])):
         with pytest.raises(ContractError, match="name each request once"):
             group_batches(blocks, requests, lengths, "cpu")
+    for requests, lengths in (([one], {1}), ({"first": one}, [1])):
+        with pytest.raises(ContractError, match="which has no order: pass a list"):
+            group_batches(blocks, requests, lengths, "cpu")
 
 
 def test_pages_of_several_groups_hardly_enlarge_a_block() -> None:
