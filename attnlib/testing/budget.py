@@ -1,7 +1,7 @@
 """Error budgets for comparisons with the oracle.
 
 The allowed error is `factor` times the error of a plain torch computation in the same precision on
-the same case, plus a rounding term. The maximum and the mean error have separate limits; the mean
+the same case, plus rounding terms. The maximum and the mean error have separate limits; the mean
 detects small errors in many elements. In 16 bits, rounding hides a factor such as 1.004 from both,
 so the bias of all elements together has a third limit: rounding errors cancel, a wrong factor or a
 truncation does not. All limits are in `BUDGETS`; checks define no tolerances.
@@ -111,6 +111,7 @@ def compare(
     same_precision: torch.Tensor,
     dtype: torch.dtype,
     quantity: str = "out",
+    rounding: torch.Tensor | None = None,
 ) -> Comparison:
     """Compare a result with the float64 oracle.
 
@@ -120,38 +121,37 @@ def compare(
         same_precision: the oracle's computation in `dtype`; same shape.
         dtype: dtype of the query.
         quantity: "out", "merged_out" or "lse".
+        rounding: further errors of each element, float64 (`attnlib.testing.score_rounding`).
 
     Returns:
         A comparison that fails for a wrong shape, for NaN, for an infinity at a position where the
         oracle has none, and for errors above the limits.
     """
     if actual.shape != expected.shape:
-        return Comparison(
-            quantity,
-            False,
-            mismatch=f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected",
-        )
+        text = f"shape is {tuple(actual.shape)} where {tuple(expected.shape)} was expected"
+        return Comparison(quantity, False, mismatch=text)
     actual, same_precision = actual.detach().double(), same_precision.detach().double()
     error, same_precision_error = actual - expected, same_precision - expected
     magnitude, sign = expected.abs(), expected.sign()
+    extra = torch.zeros_like(magnitude) if rounding is None else rounding.nan_to_num(0.0, 0.0, 0.0)
     budget, rows = BUDGETS[dtype, quantity], _rows(magnitude)
     eps = torch.finfo(torch.float32 if quantity in _STORED_AS_FLOAT32 else dtype).eps
     if not torch.isfinite(error.sum()):  # one pass, where nearly all results are finite
         if mismatch := _nonfinite_mismatch(actual, expected):
             return Comparison(quantity, False, mismatch=mismatch)
         finite = torch.isfinite(expected)
-        parts = (error, same_precision_error, magnitude, sign)
-        error, same_precision_error, magnitude, sign = (part[finite] for part in parts)
+        parts = (error, same_precision_error, magnitude, sign, extra)
+        error, same_precision_error, magnitude, sign, extra = (part[finite] for part in parts)
     if not error.numel():
         return Comparison(quantity, True)
-    bias, bias_allowed, factor = 0.0, 0.0, budget.factor
+    bias, bias_allowed = 0.0, 0.0
     if budget.bias_ulps is not None:
         bias = _bias(error, sign, magnitude)
         bias_allowed = eps * (budget.bias_ulps + rows**-0.5)
-        bias_allowed += factor * abs(_bias(same_precision_error, sign, magnitude))
-    error, same_precision_error = error.abs_(), same_precision_error.abs_()
-    max_allowed = factor * same_precision_error.max() + budget.max_ulps * eps * magnitude.max()
-    mean_allowed = factor * same_precision_error.mean() + budget.mean_ulps * eps * magnitude.mean()
+        bias_allowed += budget.factor * abs(_bias(same_precision_error, sign, magnitude))
+    error, allowed = error.abs_(), budget.factor * same_precision_error.abs_()
+    max_allowed = allowed.max() + budget.max_ulps * eps * magnitude.max() + extra.max()
+    mean_allowed = allowed.mean() + budget.mean_ulps * eps * magnitude.mean() + extra.mean()
     return Comparison(
         quantity,
         bool(error.max() <= max_allowed)

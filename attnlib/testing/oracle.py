@@ -85,12 +85,18 @@ class OracleResult:
         lse: [T, Hq] float64, natural log; -inf for rows without a key and without a sink.
         weights: per request [Hq, query_len, seq_len], the softmax weights.
         visible: per request [query_len, seq_len] bool, the visible keys.
+        sizes: [T, Hq] float64, the magnitudes that are rounded on the way to the LSE of a row; see
+            `_rounded_sizes`.
+        spread: [T, Hq, Dv] float64, with a soft cap: the soft cap times the standard deviation of
+            the values under the weights of a row; None without.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     weights: tuple[torch.Tensor, ...]
     visible: tuple[torch.Tensor, ...]
+    sizes: torch.Tensor
+    spread: torch.Tensor | None
 
 
 def gather_tokens(cache: torch.Tensor, block_row: torch.Tensor, length: int) -> torch.Tensor:
@@ -173,18 +179,46 @@ def _logits(
     return logits
 
 
+def _rounded_sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    params: OracleParams,
+) -> torch.Tensor:
+    """Magnitudes that a computation of the LSE rounds, [Hq, q].
+
+    To first order, the error of an LSE is the sum of the errors of the scores, times their weights.
+    A score is a sum of products (its magnitude is at most |q| |k|), capped by a tanh with an error
+    relative to 1, and a logit after biases; the sink is a logit too. The exponential of the largest
+    score is exactly 1, and the others have the rest of the weight.
+    """
+    heads, kv_heads = q.shape[0], k.shape[0]
+    key_norms = k.norm(dim=2).repeat_interleave(heads // kv_heads, dim=0)
+    sizes: torch.Tensor = params.scale * q.norm(dim=2) * (weights @ key_norms[:, :, None])[:, :, 0]
+    sizes = sizes + params.logits_soft_cap
+    sizes = sizes + (weights * logits.nan_to_num(0.0, 0.0, 0.0).abs()).sum(dim=2)
+    if weights.shape[2]:
+        sizes = sizes + 1 - weights.amax(dim=2)
+    if params.sinks is not None:
+        sink = params.sinks.to(sizes.dtype).expand(q.shape[1], heads).T
+        sizes = sizes + (1 - weights.sum(dim=2)) * sink.nan_to_num(0.0, 0.0, 0.0).abs()
+    return sizes
+
+
+def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of the values under the weights, [Hq, q, Dv]."""
+    return (_per_kv_head(weights, v * v) - out * out).clamp(min=0).sqrt()
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     params: OracleParams,
     precision: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv].
-
-    Returns:
-        (out, lse, weights, visible) as in `OracleResult`.
-    """
+) -> OracleResult:
+    """The result of one request: query [q, Hq, D], keys [s, Hkv, D], values [s, Hkv, Dv]."""
     query_len, num_heads, _ = query.shape
     seq_len = keys.shape[0]
     q = query.to(precision).transpose(0, 1)
@@ -209,7 +243,47 @@ def _attend(
         logits - lse.masked_fill(lse == -math.inf, 0.0)[:, :, None]
     )  # M5: no key, no sink: 0
     out = _per_kv_head(weights.to(precision), v)
-    return out.transpose(0, 1), lse.transpose(0, 1), weights, visible
+    sizes = _rounded_sizes(q.to(weights.dtype), k.to(weights.dtype), logits, weights, params)
+    spread = None
+    if params.logits_soft_cap > 0 and precision == torch.float64:
+        spread = params.logits_soft_cap * _spread(weights, v.to(weights.dtype), out)
+        spread = spread.transpose(0, 1)
+    return OracleResult(
+        out.transpose(0, 1),
+        lse.transpose(0, 1),
+        (weights,),
+        (visible,),
+        sizes.transpose(0, 1),
+        spread,
+    )
+
+
+def _joined(
+    parts: list[OracleResult],
+    starts: list[int],
+    query: torch.Tensor,
+    head_size_v: int,
+    precision: torch.dtype,
+) -> OracleResult:
+    """The results of all requests; rows of no request are those of an empty row (M5, M6)."""
+    shape = (*query.shape[:2], head_size_v)
+    out = query.new_zeros(shape, dtype=precision)
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
+    sizes = query.new_zeros(query.shape[:2], dtype=torch.float64)
+    spread = query.new_zeros(shape, dtype=torch.float64)
+    for start, end, part in zip(starts, starts[1:], parts, strict=False):
+        rows = slice(start, end)
+        out[rows], lse[rows], sizes[rows] = part.out, part.lse, part.sizes
+        if part.spread is not None:
+            spread[rows] = part.spread
+    return OracleResult(
+        out,
+        lse,
+        tuple(part.weights[0] for part in parts),
+        tuple(part.visible[0] for part in parts),
+        sizes,
+        spread if any(part.spread is not None for part in parts) else None,
+    )
 
 
 def paged_attention(
@@ -235,20 +309,15 @@ def paged_attention(
         precision: dtype of the two matrix products; the softmax uses float32 or float64.
     """
     starts = query_start_loc.tolist()
-    out = query.new_zeros(
-        (query.shape[0], query.shape[1], value_cache.shape[3]), dtype=precision
-    )  # M6
-    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
-    weights, visible = [], []
+    parts = []
     for request, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         keys = gather_tokens(key_cache, block_table[request], seq_len)
         values = gather_tokens(value_cache, block_table[request], seq_len)
-        result = _attend(query[rows], keys, values, params.of_request(request, rows), precision)
-        out[rows], lse[rows] = result[0], result[1]
-        weights.append(result[2])
-        visible.append(result[3])
-    return OracleResult(out, lse, tuple(weights), tuple(visible))
+        parts.append(
+            _attend(query[rows], keys, values, params.of_request(request, rows), precision)
+        )
+    return _joined(parts, starts, query, value_cache.shape[3], precision)
 
 
 def unpaged_attention(
@@ -272,16 +341,13 @@ def unpaged_attention(
         precision: dtype of the two matrix products.
     """
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    out = query.new_zeros((query.shape[0], query.shape[1], value.shape[2]), dtype=precision)
-    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
-    weights, visible = [], []
+    parts = []
     for request in range(len(q_starts) - 1):
         rows = slice(q_starts[request], q_starts[request + 1])
         keys = slice(k_starts[request], k_starts[request + 1])
-        result = _attend(
-            query[rows], key[keys], value[keys], params.of_request(request, rows), precision
+        parts.append(
+            _attend(
+                query[rows], key[keys], value[keys], params.of_request(request, rows), precision
+            )
         )
-        out[rows], lse[rows] = result[0], result[1]
-        weights.append(result[2])
-        visible.append(result[3])
-    return OracleResult(out, lse, tuple(weights), tuple(visible))
+    return _joined(parts, q_starts, query, value.shape[2], precision)

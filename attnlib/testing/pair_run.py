@@ -19,6 +19,7 @@ from attnlib.testing.first_difference import first_difference, sees_no_key
 from attnlib.testing.outcome import Outcome, UnsupportedCase
 from attnlib.testing.pair_cases import PairCase, pair_cases
 from attnlib.testing.runner import AttentionOutput, attend, expected_results, make_impl
+from attnlib.testing.score_rounding import rounding_limits
 
 __all__ = ["Pair", "ParityCell"]
 
@@ -198,7 +199,15 @@ def _differences(
     rows = slice(0, count)
     for name in ("out", "lse") if actual.lse is not None else ("out",):
         found, right = getattr(actual, name)[rows], getattr(expected, name)[rows]
-        result = compare(found, right, getattr(same_precision, name)[rows], case.torch_dtype, name)
+        limits = rounding_limits(expected, name, case.torch_dtype, device)
+        result = compare(
+            found,
+            right,
+            getattr(same_precision, name)[rows],
+            case.torch_dtype,
+            name,
+            None if limits is None else limits[rows],
+        )
         if result.passed:
             continue
         if found.shape != right.shape:

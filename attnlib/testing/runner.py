@@ -21,6 +21,7 @@ from attnlib.testing.case import Case
 from attnlib.testing.materialized_case import MaterializedCase
 from attnlib.testing.oracle import OracleResult
 from attnlib.testing.outcome import UnsupportedCase
+from attnlib.testing.score_rounding import rounding_limits
 
 __all__ = [
     "AttentionOutput",
@@ -198,15 +199,13 @@ def compare_with_oracle(
     Returns:
         "" if every error is within the budget, otherwise the errors, their limits and the case.
     """
-    if reference is None:
-        expected, same_precision = expected_results(case, str(device))
-    else:
-        expected, same_precision = _oracle_results(reference)
-    comparisons = [compare(actual.out, expected.out, same_precision.out, case.torch_dtype, "out")]
-    if actual.lse is not None:
-        comparisons.append(
-            compare(actual.lse, expected.lse, same_precision.lse, case.torch_dtype, "lse")
-        )
+    given = expected_results(case, str(device)) if reference is None else _oracle_results(reference)
+    expected, same_precision = given
+    comparisons = []
+    for name in ("out",) if actual.lse is None else ("out", "lse"):
+        found, exact, rounded = (getattr(x, name) for x in (actual, expected, same_precision))
+        limits = rounding_limits(expected, name, case.torch_dtype, device)
+        comparisons.append(compare(found, exact, rounded, case.torch_dtype, name, limits))
     num_tokens = case.batch_spec.num_actual_tokens
     errors = [str(comparison) for comparison in comparisons if not comparison.passed]
     if actual.out[num_tokens:].any():
@@ -240,8 +239,7 @@ def equals_result_without(
 def _oracle_results(reference: MaterializedCase) -> tuple[OracleResult, OracleResult]:
     """The expected output in float64 and in the precision of the case, without weights and mask."""
     results = reference.oracle(), reference.oracle(reference.case.torch_dtype)
-    expected, same_precision = (replace(result, weights=(), visible=()) for result in results)
-    return expected, same_precision
+    return replace(results[0], weights=(), visible=()), replace(results[1], weights=(), visible=())
 
 
 @lru_cache(maxsize=4)  # checks compare several layers or calls with one case
