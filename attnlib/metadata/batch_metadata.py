@@ -58,6 +58,8 @@ class AttentionMetadata:
         plans: step plans by call signature (not a field: a copy starts without plans).
         recent_plan: the plan used last, with a fast check of its signature; likewise.
         lengths_read: set by a builder that has read lengths on the host of a GPU's batch; likewise.
+        is_captured: of `build_for_cudagraph_capture`, where lengths on the device decide: the host
+            has those of the capture, whatever the tensors hold now; likewise.
 
     A subclass that defines `__post_init__` must call this one.
     """
@@ -65,6 +67,7 @@ class AttentionMetadata:
     fixed_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields from which the builder computed other fields of the batch."""
     lengths_read: ClassVar[LengthsRead | None] = None  # of an instance, where a builder sets it
+    is_captured: ClassVar[bool] = False  # likewise
 
     num_prefills: int = 0
     num_prefill_tokens: int = 0

@@ -68,6 +68,8 @@ class BatchValues(NamedTuple):
         if facts.query_start_loc is None or facts.seq_lens is None:
             return None
         values = cls._of(facts, facts.block_table, slots, block_size, exact)
+        if metadata.is_captured:  # the buffers of a graph hold another batch than at its capture
+            values = values._replace(starts_cpu=None, seq_lens_cpu=None)
         return values._replace(num_blocks=num_blocks)
 
     @classmethod

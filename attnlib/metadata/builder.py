@@ -12,7 +12,7 @@ import torch
 
 from attnlib.device import resolve_device
 from attnlib.metadata.batch_metadata import AttentionMetadata
-from attnlib.metadata.builder_checks import checked_limits, with_checks
+from attnlib.metadata.builder_checks import as_captured, checked_limits, with_checks
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.host_lengths import with_host_lengths
 from attnlib.metadata.parameters import PerLayerParameters
@@ -165,7 +165,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             ContractError: the batch has strided metadata.
         """
         refuse_strided(common_attn_metadata)
-        return self.build(0, common_attn_metadata)
+        return as_captured(self, self.build(0, common_attn_metadata))
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int

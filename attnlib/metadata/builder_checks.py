@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnlib.errors import ContractError
 from attnlib.metadata.batch_metadata import AttentionMetadata
@@ -16,7 +16,9 @@ from attnlib.workspace import BatchLimits
 if TYPE_CHECKING:
     from attnlib.metadata.builder import AttentionMetadataBuilder
 
-__all__ = ["checked_limits", "with_checks"]
+__all__ = ["as_captured", "checked_limits", "with_checks"]
+
+B = TypeVar("B")
 
 _PARAMETERS = [
     (name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default)
@@ -41,8 +43,16 @@ def checked_limits(limits: BatchLimits | None) -> BatchLimits | None:
     return limits
 
 
+def as_captured(builder: AttentionMetadataBuilder[Any], built: B) -> B:
+    """The metadata of a capture, marked where its calls read no lengths on the host."""
+    if not builder.needs_host_lengths and isinstance(built, AttentionMetadata):
+        vars(built)["is_captured"] = True
+    return built
+
+
 def with_checks(build: Any) -> Any:
     """A method of a builder, behind the checks of its batch."""
+    captures = build.__name__ == "build_for_cudagraph_capture"
 
     @functools.wraps(build)
     def checked(self: AttentionMetadataBuilder[Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +68,8 @@ def with_checks(build: Any) -> Any:
             first = first or own
             _check(self, own)
         built = build(self, *args, **kwargs)
+        if captures:
+            built = as_captured(self, built)
         if first is not None and self.needs_host_lengths and self.device.type != "cpu":
             if isinstance(built, AttentionMetadata):
                 vars(built)["lengths_read"] = LengthsRead(first)

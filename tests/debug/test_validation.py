@@ -168,6 +168,35 @@ def test_host_lengths_that_are_not_needed_may_be_bounds_but_not_too_small() -> N
         builder.build(0, common.replace(seq_lens_cpu=_ints([5, 5, 12])))
 
 
+@pytest.mark.parametrize(
+    "backend", ["triton", "prefill:triton,decode:triton", "prefix:triton,suffix:triton"]
+)
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_capture_metadata_is_called_with_the_batch_of_its_buffers(
+    backend: str, query_len: int
+) -> None:
+    """M7, G3: a graph, and a call without one, read the lengths on the device; what they contradict
+    on the device is refused."""
+    layer, cache, *_, tensors = _setup(backend)
+    limits = attnlib.BatchLimits(max_num_reqs=4, max_num_tokens=12, max_seq_len=16)
+    builder = layer.backend.make_builder(SPEC, "cpu", limits=limits)
+    state = layer.backend.get_state_cls()(builder, limits)
+    captured = state.graph_capture_get_metadata_for_batch(4, query_len=query_len)
+    q, k, v = (tensor[: 4 * query_len] for tensor in tensors)
+    layer(q, k, v, cache, captured)
+    for lengths in ([7, 9, 4], [4, 12, 3, 5]):
+        blocks = iter(range(NUM_BLOCKS))
+        table = [[next(blocks) for _ in range(-(-length // 4))] for length in lengths]
+        new = [min(query_len, 2)] * len(lengths)
+        common = attnlib.CommonAttentionMetadata.from_lengths(new, lengths, table, 4, "cpu")
+        padded = state.begin_forward(common, 4, query_len)
+        out = layer(q, k, v, cache, captured)
+        assert torch.equal(out, layer(q, k, v, cache, builder.build(0, padded)))
+        state.get_graph_input_buffers()["block_table"][1, 0] = NUM_BLOCKS
+        with pytest.raises(ContractError, match=r"block_table\[1\]\[0\]=8 is outside"):
+            layer(q, k, v, cache, captured)
+
+
 def test_the_documentation_lists_every_kind() -> None:
     page = Path(__file__).parents[2] / "docs" / "validation.md"
     listed = re.findall(r"^\| (V\d+) \|", page.read_text(), re.M)
