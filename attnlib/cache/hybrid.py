@@ -25,11 +25,13 @@ from attnlib.cache.hybrid_groups import (
     with_equal_blocks,
 )
 from attnlib.cache.pages import page_bytes
+from attnlib.cache.scales import check_same_kind
 from attnlib.cache.states import StateCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.device import explains_device
 from attnlib.errors import ContractError
 from attnlib.ops.addresses import as_id
+from attnlib.ops.block_moves import BlockPairs, checked_pairs, move_blocks
 
 __all__ = ["Group", "HybridKVCache", "KVCacheGroup", "StateGroup", "with_equal_blocks"]
 
@@ -89,6 +91,54 @@ class HybridKVCache:
     def nbytes(self) -> int:
         """Bytes of the pool."""
         return self._storage.numel()
+
+    def swap_blocks(self, other: HybridKVCache, pairs: BlockPairs) -> None:
+        """Copy whole blocks, of keys or of states, into a pool on any device.
+
+        Args:
+            other: the destination; its groups store the same (block sizes, layers, dtypes, form of
+                states), with equal scales (M9).
+            pairs: (block of this pool, block of `other`), as `HybridBlockAllocator.adopt` returns
+                them, or an integer tensor `[n, 2]`.
+
+        Raises:
+            ContractError: pools of other blocks or scales, an id that is out of range or the null
+                block, or a destination that occurs twice; nothing is written.
+        """
+        self._check_same_blocks(other)
+        source, destination = checked_pairs(pairs, self.num_blocks, other.num_blocks)
+        if 0 in source or 0 in destination:
+            place = source.index(0) if 0 in source else destination.index(0)
+            raise ContractError(
+                f"block pair {(source[place], destination[place])} (index {place}) names the null "
+                "block, which stays zero: leave it out",
+                rule="P12",
+            )
+        move_blocks((self._storage,), (other._storage,), source, destination)
+
+    def _check_same_blocks(self, other: HybridKVCache) -> None:
+        if not isinstance(other, HybridKVCache):
+            raise ContractError(f"other is a {type(other).__name__}; pass a HybridKVCache")
+        found = [
+            (
+                one.block_bytes,
+                {n: (len(c), one.groups[n].page_size) for n, c in one.caches.items()},
+                {n: (s.layout, one.groups[n].num_layers) for n, s in one.states.items()},
+            )
+            for one in (self, other)
+        ]
+        for what, mine, theirs in zip(
+            ("block_bytes", "groups of keys", "groups of states"), *found, strict=True
+        ):
+            if mine != theirs:
+                raise ContractError(
+                    f"{what} are {mine} in the source and {theirs} in the destination: blocks move "
+                    "between pools of equal groups",
+                    rule="T15",
+                )
+        for name, caches in self.caches.items():
+            for one, two in zip(caches, other.caches[name], strict=True):
+                check_same_kind(one, two)
 
     def _caches(self, group: KVCacheGroup) -> list[PagedKVCache]:
         """One cache per layer: in each block, the keys and then the values of the layer."""

@@ -14,6 +14,7 @@ from math import lcm
 from attnlib.cache.allocator import BlockAllocator
 from attnlib.cache.hybrid_forks import fork_sequence
 from attnlib.cache.hybrid_groups import Group, KVCacheGroup, StateGroup, check_groups
+from attnlib.cache.hybrid_moves import SequenceMoves
 from attnlib.cache.hybrid_prefixes import longest_prefix
 from attnlib.cache.hybrid_states import LayerSlots, StateBlocks
 from attnlib.cache.prefix_tree import TokenIds, as_tokens, token_count
@@ -24,7 +25,7 @@ from attnlib.ops.addresses import as_count
 __all__ = ["NULL_BLOCK", "HybridBlockAllocator", "SequenceBlocks"]
 
 
-class HybridBlockAllocator:
+class HybridBlockAllocator(SequenceMoves):
     """Allocates the blocks of a `HybridKVCache`. Every method succeeds or changes nothing.
 
     Args:
@@ -53,7 +54,7 @@ class HybridBlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now, for any group."""
+        """Blocks that can be allocated now."""
         return self.pool.num_free_blocks
 
     def num_used_blocks(self, group: str) -> int:
@@ -97,13 +98,12 @@ class HybridBlockAllocator:
 
     @property
     def common_block_size(self) -> int:
-        """The least common multiple of the block sizes: where prefixes and checkpoints end."""
+        """Least common multiple of the block sizes: where prefixes and checkpoints end."""
         return lcm(*(group.block_size for group in self.groups.values()))
 
     def num_missing_blocks(self, sequence: SequenceBlocks, num_tokens: int) -> int:
         """Blocks of all groups that `grow` allocates for the first `num_tokens` tokens."""
-        keys, slots = self._needed(sequence, num_tokens)
-        return sum(keys.values()) + sum(slots.values())
+        return sum(sum(each.values()) for each in self._needed(sequence, num_tokens))
 
     def grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
         """Allocate blocks for the first `num_tokens` tokens of a request in every group of keys,
@@ -194,7 +194,7 @@ class HybridBlockAllocator:
 
     def state_slots(self, sequences: Sequence[SequenceBlocks]) -> dict[str, list[LayerSlots]]:
         """Group of states -> slots and sources of a batch, for each layer."""
-        return self._states.layer_slots([one.states for one in sequences])
+        return self._states.layer_slots([each.states for each in sequences])
 
     def release(self, sequence: SequenceBlocks) -> None:
         """Free all blocks of a request. It is then empty, like a new one without a prefix."""
