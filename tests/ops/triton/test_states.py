@@ -11,7 +11,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.ops.states import RecurrenceParams, StateBatch, StateInputs, StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
-from attnlib.ops.triton.heuristics.state_tiles import TILES, state_tile
+from attnlib.ops.triton.heuristics.state_tiles import TILES, StateChoice, state_tile
 from attnlib.ops.triton.states.state_step import state_step
 from attnlib.spec import StateSpec
 from attnlib.testing.states.inputs import TokenInputs, draw_layer, draw_tokens
@@ -252,3 +252,14 @@ def test_tiles_cover_a_head(key_size: int, value_size: int, kind: str) -> None:
     assert tile.blocks <= 4 and tile.rows & (tile.rows - 1) == 0 and tile.rows >= 16
     if "row" not in kind:  # T18: chips multiply 64 rows by other instructions with four warps
         assert tile.rows < 64 or tile.num_warps >= 4
+
+
+@pytest.mark.parametrize("group", [0, 1, 3, 32])
+@pytest.mark.parametrize("kind", ["copied row decode", "copied few row decodes"])
+def test_copied_tiles_load_two_rows_or_more(
+    monkeypatch: pytest.MonkeyPatch, kind: str, group: int
+) -> None:
+    """The kernel has two tokens of the tail in flight: with a group of 1 it reads past them."""
+    monkeypatch.setitem(TILES, kind, StateChoice(64, 4, group=group, copies=True))
+    with pytest.raises(AssertionError, match=f"{kind}.*group={group}"):
+        state_tile(128, 128, 16, kind)

@@ -61,8 +61,8 @@ class StateChoice(NamedTuple):
             what they share is computed once; for decodes only.
         group: rows of the tail that a decode in the form of `kernels.state_decode` loads at a time,
             a power of two; its `rows` are those of a program, which computes 64 of them at a time
-            where it fills a chunk. For decodes only, at least 2 with `copies`; 0 for steps in
-            chunks.
+            where it fills a chunk. For decodes only, 2 to 16 with `copies` (`state_tile` asserts
+            it); 0 for steps in chunks.
         copies: such a decode copies the state to shared memory (`hopper.kernels.state_decode`).
     """
 
@@ -185,6 +185,7 @@ def kind_of_step(
 def state_tile(key_size: int, value_size: int, chunk_size: int, kind: str) -> StateTile:
     """The tile of heads of this size, both at most `LARGEST_HEAD`, in a kind of steps."""
     choice = TILES[kind]
+    assert not choice.copies or choice.group in (2, 4, 8, 16), f"{kind}: {choice}"
     is_decode = "decode" in kind
     if choice.group and is_decode:
         choice = choice._replace(copies=choice.copies and kind.startswith("copied"))
