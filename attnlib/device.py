@@ -126,10 +126,10 @@ def resolve_device(device: torch.device | str | DeviceInfo | None) -> DeviceInfo
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (OverflowError, RuntimeError, TypeError, ValueError):
         raise ContractError(
-            f"device={device!r} is not known; use 'cpu', 'cuda', 'cuda:1', another torch device, "
-            f"or, for a GPU that is not on this machine, 'sm_90', 'gfx942' or a name with one of "
+            f"device={device!r:.60} is not known; use 'cpu', 'cuda', 'cuda:1', another torch "
+            f"device, or, for a GPU of another machine, 'sm_90', 'gfx942' or a name with one of "
             f"{', '.join(model for models in _CAPABILITIES.values() for model in models)}"
         ) from None
     return device_info(device.type, -1 if device.index is None else device.index)
@@ -143,8 +143,9 @@ def explains_device(make: Callable[_Arguments, _Result]) -> Callable[_Arguments,
     def explained(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
             return make(*args, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            device = inspect.signature(make).bind(*args, **kwargs).arguments.get("device")
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            given = inspect.signature(make).bind_partial(*args, **kwargs).arguments
+            device = given.get("device")
             info = resolve_device(device)
             if info.is_missing or info.is_hypothetical:
                 absent = f"device={device!r} is not on this machine: use 'cpu', 'cuda', 'cuda:1'"

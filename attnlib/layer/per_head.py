@@ -78,7 +78,7 @@ def checked_softmax_scale(scale: float | None) -> float | None:
         return None
     try:
         number = float(scale)
-    except (TypeError, ValueError):
+    except (OverflowError, RuntimeError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise ContractError(

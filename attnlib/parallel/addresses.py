@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlib.errors import ContractError
+from attnlib.ops.addresses import as_count, as_id
 from attnlib.parallel.divisions import Division
 
 __all__ = ["TokenPositions", "local_block_table", "local_slots", "table_of", "token_positions"]
@@ -66,7 +67,20 @@ def token_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) 
         query_start_loc: `[R + 1]` int32.
         seq_lens: `[R]` int32, context plus new tokens, of all ranks.
         num_tokens: T.
+
+    Raises:
+        ContractError: other shapes or dtypes, tensors of two devices, or T that is no count.
     """
+    num_tokens = as_count("num_tokens", num_tokens)
+    for name, lengths in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens)):
+        if not isinstance(lengths, Tensor) or lengths.dtype != torch.int32 or lengths.dim() != 1:
+            raise ContractError(f"{_form(name, lengths)}; it must be int32 of one dimension")
+    if len(query_start_loc) != len(seq_lens) + 1 or query_start_loc.device != seq_lens.device:
+        raise ContractError(
+            f"{_form('query_start_loc', query_start_loc)}, {_form('seq_lens', seq_lens)}: pass "
+            "[R + 1] and [R], on one device",
+            rule="M1",
+        )
     token = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
     if seq_lens.shape[0] == 0:
         return TokenPositions(token.long(), torch.full_like(token, -1))
@@ -90,9 +104,19 @@ def local_slots(
         block_size: N.
 
     Raises:
-        ContractError: a rank that the division does not have.
+        ContractError: a rank that the division does not have, a block size below 1, or tokens and a
+            table of other types.
     """
-    _check_rank(division, rank)
+    block_size = _checked(division, rank, block_size)
+    if not isinstance(tokens, TokenPositions):
+        kind = type(tokens).__name__
+        raise ContractError(f"tokens is a {kind}; pass the TokenPositions of token_positions")
+    is_table = isinstance(block_table, Tensor) and block_table.dim() == 2
+    if not is_table or block_table.dtype not in _INTEGERS:
+        raise ContractError(
+            f"{_form('block_table', block_table)}; it must be integers [requests, columns]",
+            rule="X2",
+        )
     position = tokens.position.clamp(min=0)
     local = division.local(position).long()
     own = (division.owner(position) == rank) & (tokens.position >= 0)
@@ -122,7 +146,7 @@ def local_block_table(
         ContractError: a run of the division is not a multiple of the block size, or a rank that the
             division does not have.
     """
-    _check_rank(division, rank)
+    block_size = _checked(division, rank, block_size)
     block_table = table_of(block_table)
     if division.run_length % block_size:
         raise ContractError(
@@ -136,9 +160,23 @@ def local_block_table(
     return block_table[:, columns]
 
 
-def _check_rank(division: Division, rank: int) -> None:
-    if rank not in range(division.world_size):
+def _form(name: str, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}"
+    return f"{name} is {value.dtype} {list(value.shape)} on {value.device}"
+
+
+def _checked(division: Division, rank: int, block_size: int) -> int:
+    """The block size, after checks of the others."""
+    if not isinstance(division, Division):
+        raise ContractError(
+            f"division is a {type(division).__name__}; pass attnlib.parallel.Interleaved(ranks), "
+            "or another Division",
+            rule="X1",
+        )
+    if as_id("rank", rank) not in range(division.world_size):
         raise ContractError(
             f"rank={rank} must be from 0 to {division.world_size - 1}, the last rank of {division}",
             rule="X1",
         )
+    return as_count("block_size", block_size, 1)

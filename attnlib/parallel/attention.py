@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
-from attnlib.device import resolve_device
 from attnlib.layer.call import new_lse
+from attnlib.layer.tensor_checks import check_return_lse
 from attnlib.parallel.between import attend_keys
 from attnlib.parallel.builder import ParallelBuilder
 from attnlib.parallel.checks import ParallelCall, check_parallel_call
@@ -27,9 +27,10 @@ from attnlib.parallel.local_spec import local_form
 from attnlib.parallel.metadata import ParallelMetadata
 from attnlib.parallel.operator import attend_opaquely
 from attnlib.parallel.setup_checks import (
-    check_group,
+    check_ranks,
     checked_method,
     checked_per_head,
+    checked_setup,
     effective_agreement,
     exchange_of,
     shares_memory,
@@ -49,14 +50,14 @@ class ParallelAttention(nn.Module):
         spec: of the layer, with the query heads of this rank. All ranks have the same KV heads.
         group: the ranks.
         division: of the positions.
-        backend: as in `Attention`; it must return LSEs. One that serves decoders only, and each of
+        backend: as in `Attention`, with LSEs. One for decoders only, and each of
             "prefill:A,decode:B", gets the parts that it can compute.
         scale: softmax scale; None means 1/sqrt(head_size).
         alibi_slopes: `[Hq]` float32, of this rank's heads.
         sinks: `[Hq]` of a floating-point dtype, of this rank's heads.
         exchange: a value of `ExchangeMethod`; None chooses (X6).
-        agreement: when the ranks agree that none of them refuses (X8): with every "call", in the
-            first call of a "batch", or "never", where the engine gives all ranks the same inputs.
+        agreement: when ranks agree that none of them refuses (X8): with every "call", in the first
+            call of a "batch", or "never", where the engine gives all of them the same inputs.
             ATTNLIB_VALIDATE=1 makes "batch" a "call".
         device: of this rank.
         prefix: name of the layer, for messages.
@@ -68,8 +69,8 @@ class ParallelAttention(nn.Module):
             new tokens. Without the last two, every token is a request of `cached`.
 
     Raises:
-        ContractError: on every rank, if the layer cannot be divided on one of them, with the
-            reasons of that rank. Without agreements the error of this rank.
+        ContractError: on every rank, if an argument of one is wrong or its layer cannot be divided,
+            with the reasons of that rank. Without agreements or a group, on this rank.
     """
 
     def __init__(
@@ -88,13 +89,12 @@ class ParallelAttention(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        self._backend, self._device = backend, resolve_device(device).torch_device
-        check_group(group, spec, self._device)
+        check_ranks(group)
         self.spec, self.group, self.division, self.prefix = spec, group, division, prefix
-        self.scale = spec.head_size**-0.5 if scale is None else float(scale)
-        self.agreement = effective_agreement(agreement)
+        self._backend, self.agreement = backend, effective_agreement(agreement)
 
         def attempt() -> tuple[object, Tensor | None]:
+            self._device, self.scale = checked_setup(group, spec, scale, device)
             method = checked_method(spec, group, division, exchange, agreement)
             slopes = checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
@@ -112,11 +112,11 @@ class ParallelAttention(nn.Module):
 
     def _select(self, spec: AttentionSpec) -> None:
         """Decide what this rank computes, and by which backends."""
-        form = local_form(spec, self.division, self.group.rank)
 
         def select(part: AttentionSpec, backend: Any) -> type[AttentionBackend]:
             return get_attn_backend(part, backend, self._device, layer_name=self.prefix)
 
+        form = local_form(spec, self.division, self.group.rank)
         self._parts = choose_parts(spec, form, self._backend, select)
         self.form = self._parts.form
 
@@ -139,10 +139,8 @@ class ParallelAttention(nn.Module):
             limits: the largest batch.
             kwargs: further arguments of `AttentionMetadataBuilder`.
         """
-        layers = self.cached, self.context, self.new
-        return ParallelBuilder(
-            self, *make_builders(*layers, limits, {"device": self._device, **kwargs})
-        )
+        layers, given = (self.cached, self.context, self.new), {"device": self._device, **kwargs}
+        return ParallelBuilder(self, *make_builders(*layers, limits, given))
 
     def forward(
         self,
@@ -171,9 +169,10 @@ class ParallelAttention(nn.Module):
             `[T, Hq]` float32.
 
         Raises:
-            ContractError: a tensor does not fit; on every rank, as `agreement` says. Nothing is
-                written or sent then.
+            ContractError: a tensor does not fit; on every rank, as `agreement` says (`return_lse`:
+                on this one). Nothing is written or sent then.
         """
+        check_return_lse(return_lse)
         if torch.compiler.is_compiling():
             out, lse = attend_opaquely(self, query, key, value, cache, metadata, output)
         else:

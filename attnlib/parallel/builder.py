@@ -78,6 +78,10 @@ class ParallelBuilder:
 
         def attempt() -> tuple[object, ParallelMetadata]:
             self._exchange.check()
+            for name, flag in (("write", write), ("has_context", has_context)):
+                if not isinstance(flag, bool) and (flag is not None or name == "write"):
+                    form = "True or False" if name == "write" else "True, False or None"
+                    raise ContractError(f"{name}={flag!r:.60} must be {form}", rule="X3")
             check_batch(self.spec, self.division, self.group.rank, common)
             facts = {"write": write, "has_context": has_context, **facts_of(common)}
             return (str(self.spec), facts), self._parts(common, write, has_context)

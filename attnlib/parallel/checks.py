@@ -22,6 +22,7 @@ from attnlib.layer.tensor_checks import (
 )
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.host_lengths import check_type
 from attnlib.ops.addresses import check_block_table, check_slot_values
 from attnlib.ops.checks import check_writable
 from attnlib.parallel.divisions import Division
@@ -62,6 +63,7 @@ def check_batch(
             be divided, or a table that is too narrow, of another block size or, on a CPU, without
             a block where the rank has keys.
     """
+    check_type(common)
     if common.block_table_tensor is None or common.is_cross_attention:
         raise ContractError(
             "a batch of divided layers is one of self attention with a block table: pass "
@@ -146,9 +148,9 @@ def _checked(
     check_made_for(layer, metadata)
     check_tensor_types(query, key, value, output)
     refuse_gradients(query, key, value)
-    sizes = (spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size)
-    tokens = metadata.num_actual_tokens
-    query = sized("query", query, *sizes[0], spec.dtype, query.device, tokens)
+    tokens, kv_heads = metadata.num_actual_tokens, spec.num_kv_heads
+    form = spec.dtype, cache.device if isinstance(cache, PagedKVCache) else query.device, tokens
+    query = sized("query", query, spec.num_heads, spec.head_size, *form)
     if (key is None) != (value is None) or (key is None and metadata.new is not None):
         raise ContractError(
             "key and value are needed: this batch attends to its new tokens directly, or only one "
@@ -156,9 +158,8 @@ def _checked(
             rule="X7",
         )
     if key is not None and value is not None:
-        key = sized("key", key, *sizes[1], spec.dtype, query.device, tokens)
-        size_v = spec.head_size_v
-        value = sized("value", value, spec.num_kv_heads, size_v, spec.dtype, query.device, tokens)
+        key = sized("key", key, kv_heads, spec.head_size, *form)
+        value = sized("value", value, kv_heads, spec.head_size_v, *form)
     check_own_cache(layer.cached, query, cache, key)
     _check_addresses(metadata, cache)
     if output is None:

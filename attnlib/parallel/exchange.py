@@ -44,8 +44,9 @@ def exchange_bytes(spec: AttentionSpec, world_size: int, num_tokens: int) -> dic
         num_tokens: T, new tokens of the step.
 
     Raises:
-        ContractError: no rank, or a number that is not an integer of at least 0.
+        ContractError: no spec, no rank, or a number that is not an integer of at least 0.
     """
+    AttentionSpec.check_kind(spec, "exchange_bytes")
     world_size = as_count("world_size", world_size, 1)
     num_tokens = as_count("num_tokens", num_tokens)
     heads, size = (world_size - 1) * num_tokens * spec.num_heads, spec.dtype.itemsize

@@ -27,6 +27,7 @@ def explain_parallel(
         division: of the positions.
         backend, device: as in `attnlib.explain`.
     """
+    AttentionSpec.check_kind(spec, "explain_parallel")
     check_division(division)
     head = f"divided keys: {division}"
     try:

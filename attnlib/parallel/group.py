@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from attnlib.errors import AttnlibError, ContractError, RankLostError
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.peers import connect, report
+from attnlib.parallel.process_groups import ranks_of
 
 __all__ = ["RankGroup"]
 
@@ -49,14 +50,16 @@ class RankGroup:
         world_size, rank: in the group.
 
     Raises:
-        ContractError: torch.distributed is not initialized, this process has no rank in the group,
-            or `cpu_group` has other ranks. On this process, since it cannot ask the others.
+        ContractError: torch.distributed is not initialized or does not know a group, this process
+            has no rank in it, or `cpu_group` has other ranks. On this process, since it cannot ask
+            the others.
     """
 
     def __init__(self, process_group: Any = None, cpu_group: Any = None) -> None:
-        self._group, self._cpu_group = process_group, cpu_group or process_group
-        self._ranks = _ranks_of("process_group", process_group)
-        if (others := _ranks_of("cpu_group", self._cpu_group)) != self._ranks:
+        self._group = process_group
+        self._cpu_group = process_group if cpu_group is None else cpu_group
+        self._ranks = ranks_of("process_group", process_group)
+        if (others := ranks_of("cpu_group", self._cpu_group)) != self._ranks:
             raise ContractError(
                 f"cpu_group has the ranks {others}, process_group {self._ranks}: make it with "
                 f"torch.distributed.new_group({self._ranks}, backend='gloo')",
@@ -223,22 +226,6 @@ class RankGroup:
             error = raised
         self.agree((name, facts), error)
         return results[0]
-
-
-def _ranks_of(name: str, process_group: Any) -> list[int]:
-    """The global ranks of a group that this process is in."""
-    if not dist.is_initialized():
-        raise ContractError(
-            "torch.distributed is not initialized: call init_process_group before RankGroup",
-            rule="X8",
-        )
-    if dist.get_rank(process_group) < 0:
-        raise ContractError(
-            f"{name} does not have rank {dist.get_rank()}, this process: make a RankGroup only on "
-            "the ranks of its group",
-            rule="X8",
-        )
-    return dist.get_process_group_ranks(process_group or dist.group.WORLD)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
 from attnlib.compile.objects import register
-from attnlib.device import resolve_device
 from attnlib.errors import UnsupportedConfigError
 from attnlib.layer import Attention
 from attnlib.layer.call import new_lse
+from attnlib.layer.tensor_checks import check_return_lse
 from attnlib.ops.dispatch import operation
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.group import RankGroup
@@ -35,8 +35,9 @@ from attnlib.parallel.prefill_checks import (
 )
 from attnlib.parallel.prefill_metadata import PrefillMetadata
 from attnlib.parallel.setup_checks import (
-    check_group,
+    check_ranks,
     checked_per_head,
+    checked_setup,
     effective_agreement,
     spec_facts,
 )
@@ -68,7 +69,7 @@ class ParallelPrefill(nn.Module):
         causal, cross: the layers over keys that end with the queries, and over others.
 
     Raises:
-        ContractError: on every rank, if the layer cannot be divided on one of them.
+        ContractError: as `ParallelAttention`.
     """
 
     def __init__(
@@ -87,14 +88,13 @@ class ParallelPrefill(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        self._device = resolve_device(device).torch_device
-        check_group(group, spec, self._device)
-        factor = spec.head_size**-0.5 if scale is None else float(scale)
+        check_ranks(group)
         self.spec, self.group, self.division, self.method = spec, group, division, method
         self.agreement, self.prefix = effective_agreement(agreement), prefix
-        self._rings = keeps_order(spec) and method != "all_gather"
 
         def attempt() -> tuple[object, tuple[Part, Part | None]]:
+            self._device, factor = checked_setup(group, spec, scale, device)
+            self._rings = keeps_order(spec) and method != "all_gather"
             check_prefill(spec, group, division, method, agreement)
             checked_per_head("alibi_slopes", alibi_slopes, spec.has_alibi, spec)
             checked_per_head("sinks", sinks, spec.has_sink, spec)
@@ -178,8 +178,9 @@ class ParallelPrefill(nn.Module):
             `[T, Hq]` float32.
 
         Raises:
-            ContractError: a tensor does not fit; on every rank. Nothing is written or sent then.
+            ContractError: as `ParallelAttention.forward`. Nothing is written or sent then.
         """
+        check_return_lse(return_lse)
         arguments = (query, key, value, cache, metadata)
         if torch.compiler.is_compiling():
             out, lse = attend_opaquely(self, *arguments, None)

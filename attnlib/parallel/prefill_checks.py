@@ -97,12 +97,14 @@ def checked_prompts(
 
 
 def _counts(name: str, values: Sequence[int]) -> list[int]:
-    if not hasattr(values, "__iter__"):
+    try:
+        given = list(values)
+    except TypeError:
         raise ContractError(
             f"{name} is a {type(values).__name__}; pass a list of one integer for each prompt",
             rule="X10",
-        )
-    return [as_count(f"{name}[{place}]", value) for place, value in enumerate(values)]
+        ) from None
+    return [as_count(f"{name}[{place}]", value) for place, value in enumerate(given)]
 
 
 def check_prefill_call(
@@ -171,8 +173,9 @@ def _checked(
         "key": (key, spec.num_kv_heads, spec.head_size),
         "value": (value, spec.num_kv_heads, spec.head_size_v),
     }
+    device = cache.device if isinstance(cache, PagedKVCache) else query.device
     query, key, value = (
-        sized(name, *each, spec.dtype, query.device, tokens) for name, each in given.items()
+        sized(name, *each, spec.dtype, device, tokens) for name, each in given.items()
     )
     if query.shape[0] != tokens:
         raise ContractError(

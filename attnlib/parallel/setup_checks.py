@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from attnlib import env
+from attnlib.device import resolve_device
 from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.kv_dtype import KVFormat
+from attnlib.layer.per_head import checked_softmax_scale
 from attnlib.ops.peer_buffers import PeerBuffers
 from attnlib.parallel.divisions import Division
 from attnlib.parallel.exchange import Exchange, ExchangeMethod, choose_exchange
@@ -19,9 +21,10 @@ from attnlib.spec import AttentionSpec
 __all__ = [
     "check_choices",
     "check_division",
-    "check_group",
+    "check_ranks",
     "checked_method",
     "checked_per_head",
+    "checked_setup",
     "effective_agreement",
     "exchange_of",
     "shares_memory",
@@ -47,11 +50,11 @@ def effective_agreement(agreement: str) -> str:
     return "call" if agreement == "batch" and env.read("ATTNLIB_VALIDATE") else agreement
 
 
-def check_group(group: Any, spec: Any, device: torch.device) -> None:
-    """Whether a layer got a spec, and ranks, which exchange tensors of its device.
+def check_ranks(group: Any) -> None:
+    """Whether a layer got ranks.
 
     Raises:
-        ContractError: on this rank, since it cannot ask the others.
+        ContractError: on this rank, since it cannot ask others.
     """
     if not hasattr(group, "agreed"):
         raise ContractError(
@@ -59,9 +62,22 @@ def check_group(group: Any, spec: Any, device: torch.device) -> None:
             "process group of torch.distributed",
             rule="X8",
         )
-    if not isinstance(spec, AttentionSpec):
-        raise ContractError(f"spec={spec!r} must be an attnlib.AttentionSpec")
-    group.check_device(device)
+
+
+def checked_setup(
+    group: RankGroup, spec: Any, scale: float | None, device: Any
+) -> tuple[torch.device, float]:
+    """The device of a layer on this rank, whose tensors the group exchanges, and its scale.
+
+    Raises:
+        ContractError: no spec, an unknown device or one of which the group exchanges no tensors, or
+            a scale that is not finite.
+    """
+    AttentionSpec.check_kind(spec, "a divided layer")
+    found = resolve_device(device).torch_device
+    group.check_device(found)
+    given = checked_softmax_scale(scale)
+    return found, spec.head_size**-0.5 if given is None else given
 
 
 def check_choices(
@@ -80,7 +96,7 @@ def check_choices(
         ContractError: a value that is not known, or a division for another number of ranks.
     """
     for name, value, known in (("agreement", agreement, _AGREEMENTS), choice):
-        if value is not None and value not in known:
+        if value not in known and (value is not None or name == "agreement"):
             raise ContractError(f"{name}={value!r} must be one of {', '.join(known)}", rule="X8")
     check_division(division, group.world_size)
     if division.world_size != group.world_size:

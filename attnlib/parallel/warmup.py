@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 
 from attnlib.cache.storage import PagedKVCache
+from attnlib.errors import ContractError
 from attnlib.layer.warmup import warmup
+from attnlib.ops.addresses import as_count
 from attnlib.ops.dispatch import operation
 from attnlib.ops.split_states import SplitStates
 from attnlib.parallel.attention import ParallelAttention
@@ -43,7 +45,24 @@ def warmup_parallel(
         limits: the largest batch.
         builder: of the batches; None creates one. Not read for prefills.
         max_blocks: columns of the block table; None for as many as `limits.max_seq_len` needs.
+
+    Raises:
+        ContractError: an argument of another type; on this rank.
     """
+    for name, given, kind in (
+        ("layer", layer, ParallelAttention | ParallelPrefill),
+        ("cache", cache, PagedKVCache),
+        ("limits", limits, BatchLimits),
+        ("builder", builder, ParallelBuilder | None),
+    ):
+        if not isinstance(given, kind):
+            raise ContractError(
+                f"{name} is a {type(given).__name__}; warmup_parallel takes a ParallelAttention or "
+                "ParallelPrefill, its PagedKVCache, BatchLimits, and a ParallelBuilder or None",
+                rule="X8",
+            )
+    if max_blocks is not None:
+        max_blocks = as_count("max_blocks", max_blocks, 1)
     if isinstance(layer, ParallelPrefill):
         _warm_up_prefill(layer, cache, limits)
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -247,6 +248,14 @@ def refusals(group: RankGroup) -> str:
         batch = divided_batch([1, 2], [1, 3], run.tables[1][:2], "cpu")
         run.builders[1].build(missing if last else batch)
 
+    def broken_builder() -> None:
+        batch = divided_batch([1, 2], [1, 3], run.tables[1][:2], "cpu")
+        error = mock.patch.object(
+            run.builders[1], "_parts", side_effect=AttributeError("no lengths")
+        )
+        with error if last else nullcontext():
+            run.builders[1].build(batch)
+
     def other_dtype() -> None:
         lengths = [[pair[n] for pair in STEPS["prefill"]] for n in (0, 1)]
         built = run.builders[1].build(divided_batch(*lengths, run.tables[1], "cpu"))
@@ -290,7 +299,8 @@ def refusals(group: RankGroup) -> str:
         without_lse: "returning the LSE: not supported", other_rows: "ranks 0 and",
         list_of_sinks: "sinks is [0.0, 0.0, 0.0, 0.0]; it must be",
         other_window: "ranks 0 and", bad_sinks: "sinks is torch.float32 [5]",
-        no_lengths: f"rank {group.world_size - 1} refuses: AttributeError",
+        no_lengths: f"rank {group.world_size - 1} refuses: common_attn_metadata is a NoneType",
+        broken_builder: f"rank {group.world_size - 1} refuses: AttributeError: no lengths",
         other_batch: "ranks 0 and", short_table: "has 1 columns", other_dtype: "torch.float64",
         no_tensor: "query is a NoneType; it must be a torch.Tensor",
         two_scales: "k_scale=0.5 and v_scale=1.0",
