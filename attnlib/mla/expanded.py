@@ -3,15 +3,16 @@ from the latents, those of the context in chunks of bounded size."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnlib.cache.storage import PagedKVCache
-from attnlib.layer.call import LayerCall
+from attnlib.layer.call import LayerCall, call_signature
 from attnlib.layer.checks import check_call
 from attnlib.metadata.paged import PagedMetadata
+from attnlib.mla.expanded_rows import BLOCK, Rows, gather, plan_rows
 from attnlib.ops.dispatch import operation
 from attnlib.ops.params import AttentionParams
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from attnlib.mla.latent_attention import LatentAttention
 
 __all__ = ["attend_expanded"]
-
-_BLOCK = 128
-"""Block size of expanded keys, a multiple of which each request occupies."""
 
 
 def attend_expanded(
@@ -43,13 +41,13 @@ def attend_expanded(
     _write(latent_attention, query, latent, cache, batch)
     layer, spec = latent_attention.layer, latent_attention.spec
     assert batch.block_table is not None
-    new, *chunks = _plan(batch, latent_attention.context_tokens, cache.block_size)
+    new, *chunks = plan_rows(batch, latent_attention.context_tokens, cache.block_size)
     sinks = layer.impl.per_head_tensors[1]
     params = AttentionParams(
         scale=layer.impl.scale, logits_soft_cap=spec.logits_soft_cap or 0.0, sinks=sinks
     )
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    _attend(latent_attention, query, latent[new.place], new, batch, params, out, lse)
+    _attend(latent_attention, query, latent[new.place[0]], new, batch, params, out, lse)
     if not chunks:
         return
     # A sink counts once (M4): it is part of the state of the new tokens.
@@ -59,8 +57,7 @@ def attend_expanded(
     part = torch.empty_like(out), torch.empty_like(lse)
     merge = operation("merge_states", "merge_states", query)
     for chunk in chunks:
-        requests, columns, offsets = chunk.place
-        latents = cache.key_cache[batch.block_table[requests, columns].long(), offsets, 0]
+        latents = gather(cache.key_cache, batch.block_table, chunk.place)
         _attend(latent_attention, query, latents, chunk, batch, params, *part)
         merge(out, lse, *part, out, lse)
 
@@ -72,14 +69,21 @@ def _write(
     cache: PagedKVCache,
     batch: PagedMetadata,
 ) -> None:
-    """Check the call, and write the new latents where the batch has slots."""
-    spec, layer, key = latent_attention.spec, latent_attention.layer, latent[:, None]
-    value = key[..., : spec.head_size_v]
-    absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
-    if batch.slot_mapping is None:
-        check_call(layer, LayerCall(absorbed, None, None, cache, batch))
-    else:
-        check_call(layer, LayerCall(absorbed, key, value, cache, batch))
+    """Check the call, once per kind of call and batch, and write the new latents where the batch
+    has slots."""
+    spec, layer = latent_attention.spec, latent_attention.layer
+    key = value = None
+    if batch.slot_mapping is not None:
+        key = latent[:, None]
+        value = key[..., : spec.head_size_v]
+    call = LayerCall(query, key, value, cache, batch)
+    signature = "expanded call", call_signature(layer, call)
+    if signature not in batch.plans:
+        absorbed = query.as_strided((query.shape[0], spec.num_heads, spec.head_size), (0, 0, 1))
+        check_call(layer, call._replace(query=absorbed))
+        batch.plans[signature] = None
+    if key is not None and value is not None:
+        assert batch.slot_mapping is not None
         layer.impl.write_kv(key, value, cache, batch.slot_mapping)
 
 
@@ -87,7 +91,7 @@ def _attend(
     latent_attention: LatentAttention,
     query: Tensor,
     latents: Tensor,
-    rows: _Rows,
+    rows: Rows,
     batch: PagedMetadata,
     params: AttentionParams,
     out: Tensor,
@@ -105,8 +109,8 @@ def _attend(
     keys[..., key_size:] = latents[:, None, size:]
     operation("paged_prefill", "paged_prefill", query)(
         query,
-        keys.view(-1, _BLOCK, heads, keys.shape[2]),
-        values.view(-1, _BLOCK, heads, values.shape[2]),
+        keys.view(-1, BLOCK, heads, keys.shape[2]),
+        values.view(-1, BLOCK, heads, values.shape[2]),
         rows.table,
         batch.query_start_loc,
         rows.lengths,
@@ -119,89 +123,3 @@ def _attend(
         seq_lens_cpu=rows.lengths_cpu,
         counters=rows.counters,
     )
-
-
-class _Rows(NamedTuple):
-    """Rows of several requests in blocks: each request begins a block, and the rest of its last
-    block repeats its first row.
-
-    Attributes:
-        place: `[blocks * _BLOCK]` int64 each: of new tokens the token of each row in the batch, of
-            context its request, the column of the block table and the place in the block.
-        table: `[R, most blocks]` int32.
-        lengths: `[R]` int32, rows of each request; `lengths_cpu` is its host copy.
-        longest: the longest request.
-        counters: `[2]` int32 zeros, with which the kernel distributes work.
-    """
-
-    place: tuple[Tensor, ...]
-    table: Tensor
-    lengths: Tensor
-    lengths_cpu: Tensor
-    longest: int
-    counters: Tensor
-
-
-class _Plan(NamedTuple):
-    """The rows of a batch, and the lengths on the host from which they follow."""
-
-    starts: Tensor
-    seq_lens: Tensor
-    rows: list[_Rows]
-
-
-def _plan(batch: PagedMetadata, context_tokens: int, block_size: int) -> list[_Rows]:
-    """The new tokens of a batch, then the chunks of its context; arranged once for all layers, and
-    again where lengths have changed in place.
-
-    Args:
-        batch: prefills with lengths on the host.
-        context_tokens: latents of the context in a chunk, at most.
-        block_size: of the cache.
-    """
-    assert batch.query_start_loc_cpu is not None and batch.seq_lens_cpu is not None
-    given = batch.query_start_loc_cpu, batch.seq_lens_cpu
-    key = "expanded prefills", context_tokens, block_size
-    found: _Plan | None = batch.plans.get(key)
-    if found is not None and all(map(torch.equal, found[:2], given)):
-        return found.rows
-    starts, seq_lens = (each.clone() for each in given)
-    counts, device = starts.long().diff(), batch.query_start_loc.device
-    contexts = seq_lens.long() - counts
-    step = max(1, context_tokens // max(1, int((contexts > 0).sum())))
-    rows = [_in_blocks(starts[:-1].long(), counts, None, device)]
-    for first in range(0, int(contexts.amax()), step):
-        firsts, lengths = torch.full_like(contexts, first), (contexts - first).clamp(0, step)
-        rows.append(_in_blocks(firsts, lengths, block_size, device))
-    batch.plans[key] = _Plan(starts, seq_lens, rows)
-    return rows
-
-
-def _in_blocks(
-    firsts: Tensor, lengths: Tensor, block_size: int | None, device: torch.device
-) -> _Rows:
-    """Rows of requests in blocks.
-
-    Args:
-        firsts, lengths: `[R]` int64 on the host, the first row of each request and how many.
-        block_size: of the cache that has the rows; None for rows of the batch.
-        device: of the batch.
-    """
-    blocks = (lengths + (_BLOCK - 1)) // _BLOCK
-    blocks[0] += not blocks.any()  # one block that nobody reads
-    begins = blocks.cumsum(0) - blocks
-    requests = torch.arange(len(blocks), device="cpu").repeat_interleave(blocks * _BLOCK)
-    offsets = torch.arange(len(requests), device="cpu") - begins[requests] * _BLOCK
-    tokens = firsts[requests] + torch.where(offsets < lengths[requests], offsets, 0)
-    columns = torch.arange(int(blocks.amax()), device="cpu")
-    table = torch.where(columns < blocks[:, None], begins[:, None] + columns, 0)
-    lengths_cpu, counters = lengths.int(), torch.zeros(2, dtype=torch.int32, device="cpu")
-    place = (
-        [tokens] if block_size is None else [requests, tokens // block_size, tokens % block_size]
-    )
-    # From pinned memory: other copies of this size wait for the kernels before them.
-    host = [torch.stack(place), table.int(), lengths_cpu, counters]
-    if device.type == "cuda":
-        host = [each.pin_memory() for each in host]
-    rows, table, there, counters = (each.to(device, non_blocking=True) for each in host)
-    return _Rows(rows.unbind(), table, there, lengths_cpu, int(lengths.amax()), counters)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import attnlib
 from attnlib.errors import ContractError
-from attnlib.mla import expanded
+from attnlib.mla import expanded, expanded_rows
 from attnlib.mla.latent_attention import LatentAttention
 from attnlib.sparse.key_selection import KeySelection, SelectedKeys
 
@@ -21,7 +21,7 @@ HEADS, KEY, ROTARY, LATENT, VALUE, BLOCK = 3, 24, 16, 48, 20, 8
 def _spec(**changes: Any) -> attnlib.AttentionSpec:
     return attnlib.AttentionSpec(
         num_heads=HEADS, num_kv_heads=1, head_size=LATENT + ROTARY, head_size_v=LATENT,
-        dtype=torch.float32, block_size=BLOCK, use_mla=True, **changes,
+        dtype=torch.float32, use_mla=True, **{"block_size": BLOCK, **changes},
     )  # fmt: skip
 
 
@@ -34,19 +34,18 @@ def _step(
     weights = torch.randn(HEADS, KEY + VALUE, LATENT, generator=draw) / LATENT**0.5
     module = LatentAttention(spec, weights, KEY, backend="torch", device="cpu", **options)
     latents = [torch.randn(length, LATENT + ROTARY, generator=draw) for length in seq_lens]
-    blocks = [-(-length // BLOCK) for length in seq_lens]
+    size = spec.block_size
+    blocks = [-(-length // size) for length in seq_lens]
     order = torch.randperm(sum(blocks), generator=draw).tolist()
     table = [[order.pop() for _ in range(count)] for count in blocks]
     cache = attnlib.PagedKVCache.allocate(spec, max(1, sum(blocks)), "cpu")
     cache.key_cache.fill_(float("nan"))
     for rows, row, count in zip(latents, table, query_lens, strict=True):
         for position in range(len(rows) - count):
-            cache.key_cache[row[position // BLOCK], position % BLOCK, 0] = rows[position]
+            cache.key_cache[row[position // size], position % size, 0] = rows[position]
     width = max(map(len, table))
     padded = torch.tensor([[*row, *[-1] * (width - len(row))] for row in table])
-    common = attnlib.CommonAttentionMetadata.from_lengths(
-        query_lens, seq_lens, padded, BLOCK, "cpu"
-    )
+    common = attnlib.CommonAttentionMetadata.from_lengths(query_lens, seq_lens, padded, size, "cpu")
     metadata = module.layer.backend.make_builder(spec, "cpu").build(0, common)
     query = torch.randn(sum(query_lens), HEADS, KEY + ROTARY, generator=draw)
     new = [rows[len(rows) - count :] for rows, count in zip(latents, query_lens, strict=True)]
@@ -110,11 +109,79 @@ def test_layers_of_a_batch_share_their_plan() -> None:
     """Only the first layer of a batch arranges rows on the host and copies them to the device."""
     module, call, latents = _step([12, 30], [70, 200], expand_from=1, context_tokens=80)
     wanted = _expected(module, call[0], [12, 30], latents)
-    with patch.object(expanded, "_in_blocks", wraps=expanded._in_blocks) as arrange:
+    with patch.object(expanded_rows, "_in_blocks", wraps=expanded_rows._in_blocks) as arrange:
         first, second = module(*call), module(*call)
-    assert arrange.call_count == 1 + 5  # new tokens, and 170 of context in chunks of 40
+    assert arrange.call_count == 1 + 2  # new tokens, and 170 of context in chunks of one block
     torch.testing.assert_close(first.double(), wanted, rtol=0, atol=2e-5)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("size", [16, 48, 128, 192, 256])
+def test_blocks_of_the_cache_and_of_expanded_keys_differ(size: int) -> None:
+    """Blocks that divide those of expanded keys, are multiples of them, or neither."""
+    lens = [12, 30, 1], [70, 500, 140]
+    module, call, latents = _step(*lens, spec={"block_size": size}, expand_from=1)
+    expected = _expected(module, call[0], lens[0], latents)
+    torch.testing.assert_close(module(*call).double(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_call_is_checked_once_per_batch() -> None:
+    """Layers with equal caches; another cache is checked."""
+    module, (query, latent, cache, batch), _ = _step([12, 30], [70, 200], expand_from=1)
+    with patch.object(expanded, "check_call", wraps=expanded.check_call) as check:
+        for _ in range(3):
+            module(query, latent, cache, batch)
+        assert check.call_count == 1
+        batch.drop_plans()
+        module(query, latent, cache, batch)
+        assert check.call_count == 2
+    other = attnlib.PagedKVCache.allocate(_spec(block_size=2 * BLOCK), 40, "cpu")
+    with pytest.raises(ContractError, match="block_size=16, the spec says 8"):
+        module(query, latent, other, batch)
+
+
+@pytest.mark.parametrize("lens", [([1, 20], [9, 50]), ([1, 1], [9, 30])], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
+def test_an_output_of_the_caller_is_written(
+    lens: tuple[list[int], list[int]], expand_from: int | None
+) -> None:
+    """Rows of an engine's output, also those past the tokens; nothing else is."""
+    module, (query, latent, cache, batch), _ = _step(*lens, expand_from=expand_from)
+    wanted, tokens = module(query, latent, cache, batch), query.shape[0]
+    batch.slot_mapping = nn.functional.pad(batch.slot_mapping, (0, 2), value=-1)
+    query, latent = (
+        nn.functional.pad(rows, (0,) * (2 * rows.dim() - 1) + (2,)) for rows in (query, latent)
+    )
+    memory = torch.full((tokens + 4, HEADS * VALUE), 7.0)
+    output = memory[1 : tokens + 3].view(tokens + 2, HEADS, VALUE)
+    assert module(query, latent, cache, batch, output=output) is output
+    torch.testing.assert_close(output[:tokens], wanted)
+    assert not output[tokens:].any()
+    assert memory[0].eq(7).all() and memory[-1].eq(7).all()
+
+
+@pytest.mark.parametrize("expand_from", [1, None])
+def test_bad_outputs_are_refused_before_a_write(expand_from: int | None) -> None:
+    """P9: the message names what is wrong, and nothing is written."""
+    module, (query, latent, cache, batch), _ = _step([20], [20], expand_from=expand_from)
+    before, rows = cache.key_cache.clone(), torch.zeros(20, HEADS, VALUE)
+    shared = torch.zeros(20 * HEADS * (LATENT + ROTARY))
+    query = shared.view(query.shape[0], HEADS, -1)[..., : query.shape[2]].copy_(query)
+    for output, message in (
+        (rows[1:], r"output has shape \(19, 3, 20\); it must be \[tokens=20, 3, 20\]"),
+        (rows.double(), "output is torch.float64"),
+        (rows[:1].expand(20, -1, -1), "separate memory for each row"),
+        (torch.zeros(20, HEADS, 2 * VALUE)[..., ::2], "last stride 1"),
+        (torch.zeros(20, HEADS, VALUE, device="meta"), "output is on meta"),
+        (shared[: rows.numel()].view(rows.shape), "output is query"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            module(query, latent, cache, batch, output=output)
+    with torch.inference_mode():
+        output = torch.zeros(20, HEADS, VALUE)
+    with pytest.raises(ContractError, match=r"memory of output was made in torch.inference_mode"):
+        module(query, latent, cache, batch, output=output)
+    assert torch.equal(cache.key_cache.isnan(), before.isnan())
 
 
 @pytest.mark.parametrize("expand_from", [None, 1], ids=["absorbed", "expanded"])
