@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.storage import PagedKVCache
-from attnlib.errors import ContractError
 from attnlib.layer import Attention
 from attnlib.layer.checks import refuse_gradients
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
+from attnlib.mla.checks import check_sizes, check_tensors
 from attnlib.mla.expanded import attend_expanded
 from attnlib.ops.autocast import without_autocast
 from attnlib.sparse.key_selection import SelectedKeys
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        _check_sizes(spec, projection, key_size, context_tokens)
+        check_sizes(spec, projection, key_size, context_tokens)
         rotary = spec.head_size - spec.head_size_v
         self.layer = Attention(
             spec,
@@ -109,6 +109,7 @@ class LatentAttention(nn.Module):
         cache: PagedKVCache,
         metadata: AttentionMetadata,
         *,
+        output: Tensor | None = None,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
         """Write the latents of the new tokens and attend. A batch without slots has its new latents
@@ -120,6 +121,8 @@ class LatentAttention(nn.Module):
                 the keys.
             cache: of the layer.
             metadata: of a builder for `spec`.
+            output: `[T, Hq, V]` in the dtype of the query, written and returned; the last stride is
+                1. None allocates it.
             selected_keys: as in `Attention.forward` (M11); such layers run in the absorbed form.
 
         Returns:
@@ -128,40 +131,26 @@ class LatentAttention(nn.Module):
         Raises:
             ContractError: as `Attention.forward`.
         """
-        self._check(query, latent)
+        sizes = (self.key_size, self.head_size_v)
+        check_tensors(self.spec, sizes, query, latent, cache, output)
         refuse_gradients(query, latent, self.projection)
         selects = self.spec.key_selection is not None or selected_keys is not None
         prefills = None if selects else self._expanded_part(metadata, cache)
         if prefills is None:
-            return self._absorbed(query, latent, cache, metadata, selected_keys)
+            return self._absorbed(query, latent, cache, metadata, output, selected_keys)
         decodes, split = metadata.decode_metadata, metadata.num_decode_tokens
-        out = query.new_empty(query.shape[0], query.shape[1], self.head_size_v)
+        out, tokens = output, query.shape[0]
+        if out is None:
+            out = query.new_empty(tokens, query.shape[1], self.head_size_v)
         if decodes is not None:
             rows = slice(None, split)
-            out[rows] = self._absorbed(query[rows], latent[rows], cache, decodes)
+            self._absorbed(query[rows], latent[rows], cache, decodes, out[rows])
         end = split + prefills.num_actual_tokens
         new = slice(split, end)
-        out[end:] = 0.0
+        if end < tokens:
+            out[end:] = 0.0
         attend_expanded(self, query[new], latent[new], cache, prefills, out[new])
         return out
-
-    def _check(self, query: Tensor, latent: Tensor) -> None:
-        spec = self.spec
-        rotary, tokens = spec.head_size - spec.head_size_v, query.shape[0]
-        for name, tensor, sizes in (
-            ("query", query, (spec.num_heads, self.key_size + rotary)),
-            ("latent", latent, (spec.head_size,)),
-        ):
-            if tensor.shape != (tokens, *sizes):
-                raise ContractError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be [tokens={tokens}, "
-                    f"{', '.join(map(str, sizes))}]",
-                    rule="M12",
-                )
-            if tensor.dtype != spec.dtype:
-                raise ContractError(
-                    f"{name} is {tensor.dtype}, the spec says {spec.dtype}: convert it"
-                )
 
     def _absorbed(
         self,
@@ -169,6 +158,7 @@ class LatentAttention(nn.Module):
         latent: Tensor,
         cache: PagedKVCache,
         metadata: AttentionMetadata,
+        output: Tensor | None = None,
         selected_keys: SelectedKeys | None = None,
     ) -> Tensor:
         size, absorbed = self.spec.head_size_v, self.absorb(query)
@@ -177,7 +167,7 @@ class LatentAttention(nn.Module):
         if metadata.slot_mapping is None:
             key = value = None
         out = self.layer(absorbed, key, value, cache, metadata, selected_keys=selected_keys)
-        return self.project(out)
+        return self.project(out, output)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Queries `[T, Hq, P + rotary part]` in the space of the latents, `[T, Hq, D]` (M12)."""
@@ -185,10 +175,14 @@ class LatentAttention(nn.Module):
         in_latent = torch.bmm(heads[..., : self.key_size], to_latent).transpose(0, 1)
         return torch.cat((in_latent, query[..., self.key_size :]), dim=-1)
 
-    def project(self, out: Tensor) -> Tensor:
-        """Values `[T, Hq, V]` of attention over latents `[T, Hq, R]`."""
-        to_value = self.projection[:, self.key_size :]
-        return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+    def project(self, out: Tensor, output: Tensor | None = None) -> Tensor:
+        """Values `[T, Hq, V]` of attention over latents `[T, Hq, R]`, written to `output` where it
+        is given."""
+        heads, to_value = out.transpose(0, 1), self.projection[:, self.key_size :].transpose(1, 2)
+        if output is None:
+            return torch.bmm(heads, to_value).transpose(0, 1)
+        torch.bmm(heads, to_value, out=output.transpose(0, 1))
+        return output
 
     def _expanded_part(
         self, metadata: AttentionMetadata, cache: PagedKVCache
@@ -221,24 +215,3 @@ def _keeps_rows_apart(spec: AttentionSpec) -> bool:
         and spec.key_selection is None
         and not (spec.has_alibi or spec.batch_invariant or spec.needs_lse or spec.kv_sharing)
     )
-
-
-def _check_sizes(
-    spec: AttentionSpec, projection: Tensor, key_size: int, context_tokens: int
-) -> None:
-    if not spec.use_mla:
-        raise ContractError("spec has use_mla=False; latent attention needs a latent cache")
-    if (
-        projection.dim() != 3
-        or projection.shape[0] != spec.num_heads
-        or projection.shape[2] != spec.head_size_v
-        or not 0 < key_size < projection.shape[1]
-    ):
-        raise ContractError(
-            f"projection has shape {tuple(projection.shape)}; it must be [num_heads="
-            f"{spec.num_heads}, key_size + value size, head_size_v={spec.head_size_v}], with "
-            f"key_size={key_size} above 0 and below the second size",
-            rule="M12",
-        )
-    if context_tokens < 1:
-        raise ContractError(f"context_tokens={context_tokens} must be at least 1")

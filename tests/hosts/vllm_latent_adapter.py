@@ -280,6 +280,24 @@ def test_long_prefills_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("query_lens", [[40, 9], [LONG, 9]], ids=["absorbed", "expanded"])
+def test_prefills_write_the_output_of_vllm(
+    query_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result of their own would be copied in every layer."""
+    layer, found = Layer(), []
+    kind = latent_attention.LatentAttention
+    forward = kind.forward
+
+    def keep(self: Any, *args: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output)
+        return forward(self, *args, output=output)
+
+    monkeypatch.setattr(kind, "forward", keep)
+    _, output = layer.step(query_lens, query_lens)
+    assert [one.data_ptr() for one in found] == [output.data_ptr()]
+
+
 def test_both_parts_of_a_batch_keep_their_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder may use the same memory for each batch, so that no builder makes both parts."""
     layer, made = Layer(), []

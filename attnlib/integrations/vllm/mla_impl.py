@@ -210,14 +210,14 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         self._prefills = self._prefills or self._prefill_layer()
         cache = self._view(kv_c_and_k_pe_cache, k_scale)
         latents = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
+        out = output.view(q.shape[0], q.shape[1], -1)
         if self.divided is None:
-            found = self._prefills(q, latents, cache, attn_metadata.prefill)
+            self._prefills(q, latents, cache, attn_metadata.prefill, output=out)
         else:
             keys = latents[:, None], latents[:, None, : self.kv_lora_rank]
             absorbed = self._prefills.absorb(q)
             attended = self.divided(absorbed, *keys, cache, attn_metadata.prefill)
-            found = self._prefills.project(attended)
-        output.view(found.shape).copy_(found)
+            self._prefills.project(attended, out)
 
     def _warm_up_pending(self) -> None:
         if self.group_warmup is not None and self.group_warmup.pending:
