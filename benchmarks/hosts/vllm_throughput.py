@@ -19,7 +19,8 @@ complete decode in the steps that prefill the others.
 others, which only decode, with the number and the time of the slowest. `late` lists the kernels
 that vLLM's monitor saw compiled, or found on disk, while the engine served; `engine_start_s` does
 not include `import_s`, the import of vLLM. --start-parts writes where a start spends its time.
-The output names each part of the run (`watch.py`), and where one stalls.
+--profile writes what some steps of each workload spend their time on (`step_profile.py`), after it
+is measured. The output names each part of the run (`watch.py`), and where one stalls.
 
 Engines that run at once with one file as --turns make one call at a time, in turn, so that what
 else happens to the machine happens to all, and no call while one of them starts; --cache-gib keeps
@@ -37,13 +38,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES
 from start_parts import StartParts
+from step_profile import lines, profile_window
 from turns import turn
 from watch import Watch
 
@@ -61,6 +63,8 @@ LONG_STEP = 0.06
 """Seconds. A step that prefills 8192 tokens of this model takes longer on an H100 or H200, a decode
 of 32 requests of 16 000 tokens takes a third of it."""
 
+CACHED = ("deep", "long32k", "long64k")
+"""Workloads over cached prompts."""
 CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
 
 
@@ -149,7 +153,7 @@ class Engine:
         with turn(self._turns, watch, fcntl.LOCK_SH), watch.part("start"):
             parts = StartParts() if arguments.start_parts else None
             start = time.perf_counter()
-            self._llm = LLM(
+            self.llm = LLM(
                 model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
                 enforce_eager=arguments.mode == "eager", max_model_len=arguments.max_model_len,
                 max_num_seqs=128, max_num_batched_tokens=8192,
@@ -169,7 +173,7 @@ class Engine:
 
     def _time_steps(self) -> None:
         """Record when each step of the engine ends."""
-        engine, step = self._llm.llm_engine, self._llm.llm_engine.step
+        engine, step = self.llm.llm_engine, self.llm.llm_engine.step
 
         def timed() -> Any:
             outputs = step()
@@ -187,23 +191,23 @@ class Engine:
         self._ends.clear()
         with turn(self._turns, self._watch), self._watch.part(name, self._state):
             self._ends.append(start := time.perf_counter())
-            outputs = self._llm.generate(given, sampling, use_tqdm=False)
+            outputs = self.llm.generate(given, sampling, use_tqdm=False)
             return outputs, time.perf_counter() - start
 
     def _state(self) -> str:
-        unfinished = self._llm.llm_engine.get_num_unfinished_requests()
+        unfinished = self.llm.llm_engine.get_num_unfinished_requests()
         return f"{max(0, len(self._ends) - 1)} steps, {unfinished} requests unfinished"
 
     def cache_tokens(self) -> int:
         """Tokens that the cache holds."""
-        config = self._llm.llm_engine.vllm_config.cache_config
+        config = self.llm.llm_engine.vllm_config.cache_config
         return int(config.num_gpu_blocks * config.block_size)
 
     def drafts(self) -> dict[str, int]:
         """Tokens that were drafted and accepted so far."""
         names = {"vllm:spec_decode_num_draft_tokens": "drafted",
                  "vllm:spec_decode_num_accepted_tokens": "accepted"}  # fmt: skip
-        metrics = self._llm.get_metrics()
+        metrics = self.llm.get_metrics()
         return {names[m.name]: m.value for m in metrics if m.name in names}
 
     def steps(self) -> dict[str, Any]:
@@ -255,7 +259,7 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
     sizes, new = lengths(name)
     given, decoded = prompts(name, 0), len(sizes) * new
     engine.generate(prompts(name, -1)[:2], 4)
-    if name in ("deep", "long32k", "long64k"):
+    if name in CACHED:
         _, prefill = engine.generate(given, 1)
         engine.generate(given, 2)  # compiles what only cached prefixes need
         first_s, all_s = [], []
@@ -293,32 +297,20 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
     return {"s": min(times), "new_tokens_per_s": tokens_per_s, "all_s": times, "calls": calls}
 
 
-def profile(engine: Engine, name: str) -> dict[str, Any]:
-    """Times on the GPU of a few steps over cached prompts: from the first kernel of one to the end
-    of the last one, and of each kernel."""
-    import torch
+def profile(engine: Engine, name: str) -> Iterator[dict[str, Any]]:
+    """The windows of a workload: its first steps, which prefill, and steps that only decode.
+    Prompts of `CACHED` are prefilled before."""
+    new, numbers = lengths(name)[1], count(100)
+    windows = [(2, 12)] if name in CACHED else [(0, 8), (max(8, new // 2), 32)]
+    if name in CACHED:
+        engine.generate(prompts(name, 0), 1)
 
-    given, steps = prompts(name, 0), 6 if name == "deep" else 32
-    engine.generate(given, 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        engine.generate(given, steps)
-    events = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    )
-    kernels: Counter[str] = Counter()
-    busy: Counter[str] = Counter()
-    idle = end = 0.0
-    for start, stop, kernel in events:
-        idle += max(0.0, start - end) if end else 0.0
-        end = max(end, stop)
-        kernels[kernel[:90]] += 1
-        busy[kernel[:90]] += stop - start
-    return {
-        "new_tokens": steps, "span_us": end - events[0][0], "idle_us": idle,
-        "kernels": [[kernel, kernels[kernel], round(us)] for kernel, us in busy.most_common(40)],
-    }  # fmt: skip
+    def generate() -> None:
+        given = prompts(name, 0 if name in CACHED else next(numbers))
+        engine.generate(given, min(new, sum(windows[-1]) + 24))
+
+    for window in windows:
+        yield profile_window(engine.llm, generate, *window)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -345,7 +337,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--joined-write", action="store_true", help=joined)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--start-parts", type=Path, help="JSON: what a start spends its time on")
-    parser.add_argument("--profile", type=Path, help="JSON lines: kernel times of steps")
+    parser.add_argument("--profile", type=Path, help="JSON lines: what steps do")
     parser.add_argument("--out", type=Path, required=True)
     return parser
 
@@ -383,10 +375,12 @@ def main() -> None:
         shown = {k: round(v, 3) for k, v in result.items() if isinstance(v, float)}
         print(name, arguments.backend, arguments.mode, arguments.kv_cache_dtype, shown, flush=True)
         if arguments.profile:
-            with arguments.profile.open("a") as file:
-                with watch.part(f"profile of {name}"):
-                    row = {"workload": name, **common, **profile(engine, name)}
-                file.write(json.dumps(row) + "\n")
+            with arguments.profile.open("a") as file, watch.part(f"profile of {name}"):
+                for window in profile(engine, name):
+                    row = {"workload": name, **common, **window}
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    print(*lines([row]), sep="\n", flush=True)
     os._exit(0)
 
 
