@@ -210,7 +210,7 @@ class AttnlibMLAImpl(MLAAttentionImpl[Any]):
         self._prefills = self._prefills or self._prefill_layer()
         cache = self._view(kv_c_and_k_pe_cache, k_scale)
         latents = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)
-        out = output.view(q.shape[0], q.shape[1], -1)
+        out = output.view(q.shape[0], self.num_heads, self._sizes[1])
         if self.divided is None:
             self._prefills(q, latents, cache, attn_metadata.prefill, output=out)
         else:
