@@ -73,8 +73,10 @@ def pack_cache_views(key: torch.Tensor, value: torch.Tensor, blocks: torch.Tenso
 def unpack_cache_views(
     packed: PackedTensor, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Restore the key view and the value view over the packed blocks."""
+    """Restore the key view and the value view over the packed blocks, or over a block of zeros."""
     key, value, offset = packed["key"], packed["value"], packed["value_offset"]
+    if not len(key):  # a batch without tokens; no cache of a layer is empty
+        key, value = (side.new_zeros(1, *side.shape[1:]) for side in (key, value))
     key_stride, value_stride = packed["key_stride"], packed["value_stride"]
     if offset is None:
         return unpack_tensor({"data": key, "stride": key_stride}, device), unpack_tensor(

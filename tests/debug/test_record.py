@@ -275,3 +275,21 @@ def test_a_batch_with_a_mask_of_its_own_is_replayed_with_it(
     assert result.output is not None
     torch.testing.assert_close(result.output.out, out.view(7, 2, 16))
     assert log.records[0].out_error == 0.0
+
+
+@pytest.mark.parametrize("batch", ["q0_pad2", "q0s0_q0s0", "q0_pad1"])
+@pytest.mark.parametrize("changes", [{}, {"use_mla": True}, {"kv_cache_dtype": "fp8_e4m3"}])
+def test_a_batch_without_tokens_has_one_block(
+    batch: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """M7: no cache of a layer is empty, and backends need not take one that is."""
+    sizes = (
+        {"num_kv_heads": 1, "head_size_v": 8, "layout": "ALIASED"} if "use_mla" in changes else {}
+    )
+    step = captured(Case(batch=batch, needs_lse=True, **changes, **sizes), kv_written=False)
+    loaded = load_recording(save_recording(step, tmp_path / "call.pt"))
+    for recorded in (step, loaded):
+        assert recorded.inputs.cache.key.shape[0] == 1
+        for backend in ("torch", "triton"):
+            result = replay(recorded, backend)
+            assert result.passed, str(result)
