@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from attnlib.integrations.transformers import devices
 from attnlib.integrations.transformers.batch_plan import BatchPlan, run_layer
 from attnlib.integrations.transformers.decode_batch import (
     batch_of_visible_keys,
@@ -32,7 +33,7 @@ def attend_decode_on_device(call: Call, step: StepMask) -> torch.Tensor | None:
         `[B, 1, Hq, Dv]`, or None if the call is another one, or the backend needs host lengths.
     """
     pattern, device = step.pattern, call.query.device
-    if not _reads_synchronize(device) or step.q_length != 1:
+    if devices.kind_of(device) != "cuda" or step.q_length != 1:
         return None
     if pattern is None or pattern.segments is not None:
         return None
@@ -77,7 +78,7 @@ def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
         lengths.
     """
     device = call.query.device
-    if not _reads_synchronize(device) or call.query.shape[2] != 1:
+    if devices.kind_of(device) != "cuda" or call.query.shape[2] != 1:
         return None
     visible = visible_keys(mask, call.key.shape[2])
     if visible is None or visible.shape[0] not in (1, call.query.shape[0]):
@@ -89,7 +90,3 @@ def attend_visible_keys(call: Call, mask: torch.Tensor) -> torch.Tensor | None:
     cache, ratio = token_pages(call.key, call.value)
     batch = batch_of_visible_keys(layer, visible.expand(call.query.shape[0], -1), ratio)
     return run_layer(layer, BatchPlan(batch.metadata, None), call.query, None, None, cache)
-
-
-def _reads_synchronize(device: torch.device) -> bool:
-    return device.type == "cuda"

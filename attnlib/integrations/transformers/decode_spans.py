@@ -10,7 +10,7 @@ import torch
 
 from attnlib.integrations.transformers.step_mask import StepMask, first_visible_key
 
-__all__ = ["Spans", "attend_by_scores", "attend_spans", "visible_spans"]
+__all__ = ["Spans", "attend_by_scores", "attend_spans", "narrowed", "visible_spans"]
 
 _attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -18,6 +18,8 @@ _BYTES_OF_A_CALL = 1 << 20
 """Keys and values that are read in the time that one more call of the operator takes."""
 _ROUND = 64
 """A bias has memory for a multiple of these keys, so that later steps use it too."""
+_HIDDEN = bytes(1)
+"""A key that a row does not see, in the memory of a mask."""
 
 
 class Spans:
@@ -32,6 +34,7 @@ class Spans:
         key_bytes: size of one token's key and value.
         dtype: of the bias.
         seen: `[B, end]` bool, the keys that the rows see; None for all from `starts` on.
+        in_one_call: rows that begin at different keys have a bias.
 
     Attributes:
         starts: as given; empty with `seen`.
@@ -53,6 +56,7 @@ class Spans:
         key_bytes: int,
         dtype: torch.dtype,
         seen: np.ndarray | None = None,
+        in_one_call: bool = False,
     ) -> None:
         self.starts, self.start, self.end = starts, min(starts), end
         self.counts: list[int] = []
@@ -65,6 +69,7 @@ class Spans:
             return
         if (
             seen is None
+            and not in_one_call
             and hidden * key_bytes > sum(map(ne, starts, starts[1:])) * _BYTES_OF_A_CALL
         ):
             for first, rows in groupby(starts):
@@ -100,14 +105,19 @@ class Spans:
 
 
 def visible_spans(
-    step: StepMask, key: torch.Tensor, value: torch.Tensor, last: Spans | None = None
+    step: StepMask,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    last: Spans | None = None,
+    in_one_call: bool = False,
 ) -> Spans | None:
     """The visible keys of each row; None if a row has none.
 
     Args:
-        step: a causal mask with one query per row and a pattern without segments and spans.
+        step: a mask with one query per row, and a pattern without segments and spans.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]` of a layer of the step.
-        last: the spans of the step before, over keys of these sizes.
+        last: the spans of the step before, over keys of these sizes, in one call.
+        in_one_call: see `Spans`.
     """
     pattern, end = step.pattern, step.width
     assert pattern is not None
@@ -118,14 +128,16 @@ def visible_spans(
     starts, seen = [0], None
     if padding is not None:
         tokens = padding.numpy()
-        if last is not None and last.tokens is not None and isinstance(first, int) and first <= 0:
-            if tokens.tobytes() == last.tokens[:, :end].tobytes():
-                if (found := last.until(end)) is not None:
-                    return found
-        starts = tokens.argmax(1).tolist()
-        # No row has more tokens than columns from its first token on.
-        if np.count_nonzero(tokens) != end * len(starts) - sum(starts):
-            seen = tokens
+        shown = tokens.tobytes()
+        known = None if last is None else last.tokens
+        if last is not None and known is not None and isinstance(first, int) and first <= 0:
+            if shown == known[:, :end].tobytes() and (found := last.until(end)) is not None:
+                return found
+        if _HIDDEN in shown:
+            starts = tokens.argmax(1).tolist()
+            # No row has more tokens than columns from its first token on.
+            if np.count_nonzero(tokens) != end * len(starts) - sum(starts):
+                seen = tokens
     if isinstance(first, torch.Tensor):
         starts = np.maximum(starts, first.numpy()).tolist()
     elif first > 0:
@@ -137,7 +149,7 @@ def visible_spans(
     elif last is not None and last.starts == starts and (found := last.until(end)) is not None:
         return found
     key_bytes = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
-    return Spans(starts, end, key_bytes, key.dtype, seen)
+    return Spans(starts, end, key_bytes, key.dtype, seen, in_one_call)
 
 
 def attend_spans(
@@ -156,8 +168,7 @@ def attend_spans(
         spans: the visible keys.
         scale, soft_cap, sinks: of the layer.
     """
-    batch, heads, _, size = query.shape
-    kv_heads = key.shape[1]
+    (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     # Query heads that share a KV head are rows of one product, so that keys are read once.
     rows = query if kv_heads == heads else query.reshape(batch, kv_heads, -1, size)
     linear = soft_cap is None and sinks is None
@@ -168,22 +179,29 @@ def attend_spans(
         if linear:
             out = torch.cat([_attend(*part, scale=scale) for part in parts])
         else:
-            out = torch.cat(
-                [attend_by_scores(*part, None, scale, soft_cap, sinks) for part in parts]
-            )
+            made = [attend_by_scores(*part, None, scale, soft_cap, sinks) for part in parts]
+            out = torch.cat(made)
     else:
-        start, count = spans.start, spans.end - spans.start
-        if count != key.shape[2]:  # one operation each, where `narrow` takes three
-            shape, strides, strides_v = (batch, kv_heads, count, size), key.stride(), value.stride()
-            key = key.as_strided(shape, strides, key.storage_offset() + start * strides[2])
-            value = value.as_strided(
-                shape, strides_v, value.storage_offset() + start * strides_v[2]
-            )
+        key, value = narrowed(key, value, spans)
         if linear:
             out = _attend(rows, key, value, attn_mask=spans.bias, scale=scale)
         else:
             out = attend_by_scores(rows, key, value, spans.bias, scale, soft_cap, sinks)
     return out.reshape(batch, 1, heads, size)
+
+
+def narrowed(
+    key: torch.Tensor, value: torch.Tensor, spans: Spans
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of equal shapes between the first and the last visible key."""
+    start, count = spans.start, spans.end - spans.start
+    batch, heads, tokens, size = key.shape
+    if count == tokens:
+        return key, value
+    # One operation each, where `narrow` takes three.
+    shape, strides, strides_v = (batch, heads, count, size), key.stride(), value.stride()
+    key = key.as_strided(shape, strides, key.storage_offset() + start * strides[2])
+    return key, value.as_strided(shape, strides_v, value.storage_offset() + start * strides_v[2])
 
 
 def _parts(states: torch.Tensor, spans: Spans) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError
+from attnlib.integrations.transformers import devices
 from attnlib.integrations.transformers.batch_plan import BatchPlan, pack, run_layer
 from attnlib.integrations.transformers.by_token import attend_by_token
 from attnlib.integrations.transformers.decode import attend_decode
@@ -58,7 +59,7 @@ from attnlib.integrations.transformers.spans import span_fields
 from attnlib.integrations.transformers.step_batches import paged_plan, unpaged_plan
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.integrations.transformers.token_terms import is_by_token
-from attnlib.integrations.transformers.whole import attend_biased, attend_visible, attend_whole
+from attnlib.integrations.transformers.whole import attend_visible, attend_whole
 from attnlib.spec import AttentionType, MaskKind, Window
 
 __all__ = ["attend_plain", "mask_of"]
@@ -110,8 +111,8 @@ def attend_plain(
     if bias is not None and not is_transient() and is_zero(bias):
         bias = None
     note_served(call.key, call.value)
-    if bias is None and kwargs.get("cu_seq_lens_q") is None:
-        if (out := _attend_by_operator(call, step, kwargs)) is not None:
+    if kwargs.get("cu_seq_lens_q") is None:
+        if (out := _attend_by_operator(call, step, bias, kwargs)) is not None:
             return out
     step = with_callers_segments(step, kwargs)
     if bias is None and (out := attend_decode_on_device(call, step)) is not None:
@@ -120,7 +121,9 @@ def attend_plain(
         return attend_dense(call, step.dense(), bias, "a CUDA graph is recorded")
     step = window_as_padding(step)
     if bias is not None:
-        return _attend_biased(call, step, bias, kwargs)
+        if is_by_distance(call, step, bias):
+            return _attend_paged(call, step, bias)
+        return attend_dense(call, step.dense(), bias, _BIASED)
     if "dense reason" not in step.plans:
         step.plans["dense reason"] = dense_reason(step)
     if (reason := step.plans["dense reason"]) is not None:
@@ -128,21 +131,18 @@ def attend_plain(
     return _attend_paged(call, step) if is_paged(step) else _attend_unpaged(call, step)
 
 
-def _attend_by_operator(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _attend_by_operator(
+    call: Call, step: StepMask, bias: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
     """What torch's operator for a CPU serves."""
-    if step.pattern == _BIDIRECTIONAL:
-        return attend_visible(call, step, kwargs)
-    return (attend_decode if step.q_length == 1 else attend_prefill)(call, step, kwargs)
-
-
-def _attend_biased(
-    call: Call, step: StepMask, bias: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    if (out := attend_biased(call, step, bias, kwargs)) is not None:
-        return out
-    if is_by_distance(call, step, bias):
-        return _attend_paged(call, step, bias)
-    return attend_dense(call, step.dense(), bias, _BIASED)
+    if devices.kind_of(call.query.device) != "cpu":
+        return None
+    if step.q_length == 1:
+        return attend_decode(call, step, bias, kwargs)
+    if bias is not None:
+        return None
+    attend = attend_visible if step.pattern == _BIDIRECTIONAL else attend_prefill
+    return attend(call, step, kwargs)
 
 
 def mask_of(call: Call, mask: torch.Tensor | None) -> StepMask:

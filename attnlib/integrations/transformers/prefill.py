@@ -11,13 +11,9 @@ from __future__ import annotations
 import torch
 
 from attnlib.instrumentation import OBSERVERS
+from attnlib.integrations.transformers.call_again import CallAgain, Serve
 from attnlib.integrations.transformers.decode import operator_spec
-from attnlib.integrations.transformers.decode_again import (
-    CallAgain,
-    Serve,
-    keep_in_step,
-    keep_prefill,
-)
+from attnlib.integrations.transformers.decode_again import keep_in_step, keep_prefill
 from attnlib.integrations.transformers.decode_spans import attend_by_scores
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
@@ -44,7 +40,7 @@ def attend_prefill(call: Call, step: StepMask, kwargs: dict[str, object]) -> tor
     """
     query, key, value = call.query, call.key, call.value
     square = step.q_length == step.width
-    if query.device.type != "cpu" or step.width != step.kv_length or OBSERVERS:
+    if step.width != step.kv_length or OBSERVERS:
         return None
     linear = call.soft_cap is None and call.sinks is None
     needs_bias = not (square and linear)

@@ -18,7 +18,7 @@ from attnlib.errors import ContractError
 from attnlib.integrations.transformers.patterns import MaskFunction, Pattern
 
 if TYPE_CHECKING:
-    from attnlib.integrations.transformers.decode_again import CallAgain
+    from attnlib.integrations.transformers.call_again import CallAgain
 
 __all__ = ["Rows", "StepMask", "first_visible_key"]
 
@@ -82,7 +82,7 @@ class StepMask:
         plans: cache of everything that the layers of this step derive from the mask.
         number: of this object, which no other has.
         described: the evaluated mask if it is a plain tensor, which holds this description.
-        again: what a layer of the step has found on a CPU (`decode_again`).
+        again: what a layer of the step has found on a CPU (`call_again`).
     """
 
     pattern: Pattern | None

@@ -19,7 +19,9 @@ from torch.autograd import forward_ad
 
 from attnlib import env
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
-from attnlib.integrations.transformers.decode_again import CallAgain, keep_in_step
+from attnlib.integrations.transformers import devices
+from attnlib.integrations.transformers.call_again import CallAgain
+from attnlib.integrations.transformers.decode_again import keep_in_step
 from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.patterns import Pattern
@@ -32,7 +34,7 @@ from attnlib.selection import get_attn_backend
 from attnlib.selection.current import selection_state
 from attnlib.spec import AttentionType, MaskKind
 
-__all__ = ["attend_biased", "attend_visible", "attend_whole", "attend_whole_again"]
+__all__ = ["attend_visible", "attend_whole", "attend_whole_again"]
 
 _attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -118,41 +120,10 @@ def attend_visible(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.
     return _attend_visible(call.query, call.key, call.value, bias, call.scale, None, None)
 
 
-def attend_biased(
-    call: Call, step: StepMask, bias: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor | None:
-    """Attention of single queries with a position bias, `[B, 1, Hq, D]`; None for other calls.
-
-    Args:
-        call, kwargs: the attention call.
-        step: its mask.
-        bias: `[B or 1, Hq or 1, 1, S]` added to the scores.
-    """
-    others = {name: given for name, given in kwargs.items() if name != "position_bias"}
-    shape, (batch, heads, _, _) = bias.shape, call.query.shape
-    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
-        return None
-    if shape[2:] != (1, call.key.shape[2]) or not bias.is_cpu:
-        return None
-    if call.query.shape[2] != 1 or bias.dtype != call.query.dtype:
-        return None
-    if not _is_served(call, others):
-        return None
-    visible = step.dense()
-    if "all visible" not in step.plans:
-        seen = visible.any(-1).all(), visible.all()
-        step.plans["all visible"] = tuple(map(bool, seen))
-    some, every = step.plans["all visible"]
-    if not some:  # the operator gives NaN
-        return None
-    added = bias if every else bias.masked_fill(~visible, -torch.inf)
-    return _attend_visible(call.query, call.key, call.value, added, call.scale, None, None)
-
-
 def _is_served(call: Call, kwargs: dict[str, Any]) -> bool:
     """Whether a call has only what the operator computes, and selection chooses torch."""
     query, key, value = call.query, call.key, call.value
-    if query.device.type != "cpu" or OBSERVERS or env.read("ATTNLIB_VALIDATE"):
+    if devices.kind_of(query.device) != "cpu" or OBSERVERS or env.read("ATTNLIB_VALIDATE"):
         return False
     if call.soft_cap is not None or call.sinks is not None or not call.scale > 0:
         return False
@@ -218,6 +189,6 @@ def _attend_visible(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention under a bias `[B or 1, Hq or 1, 1, S]`; soft cap and sinks are None."""
+    """Attention under a bias `[B, 1, 1, S]`; soft cap and sinks are None."""
     given, grouped = (query, key, value, bias), key.shape[1] != query.shape[1]
     return _attend(*given, scale=scale, enable_gqa=grouped).transpose(1, 2)

@@ -21,8 +21,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     attend = plain.attend_decode
 
-    def recording(call: Any, step: Any, kwargs: Any) -> torch.Tensor | None:
-        out = attend(call, step, kwargs)
+    def recording(call: Any, step: Any, *others: Any) -> torch.Tensor | None:
+        out = attend(call, step, *others)
         if step.q_length == 1:
             found.append(out is not None)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 import attnlib
 from attnlib.instrumentation import OBSERVERS
 from attnlib.integrations.transformers import decode, decode_again, plain
-from attnlib.integrations.transformers.decode_again import CallAgain
-from attnlib.integrations.transformers.decode_spans import Spans
+from attnlib.integrations.transformers.call_again import CallAgain
+from attnlib.integrations.transformers.decode_spans import Spans, attend_spans
 from attnlib.integrations.transformers.layers import Call
 from attnlib.integrations.transformers.patterns import Pattern
-from tests.integrations.tiny_models import decoder, generated, padded, prompts
+from tests.integrations.tiny_models import bart, decoder, generated, padded, prompts, t5, umt5
 
 
 def states(**changes: Any) -> tuple[torch.Tensor, ...]:
@@ -31,7 +32,7 @@ def made(kwargs: dict[str, Any], starts: tuple[int, int] = (0, 0), key_bytes: in
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     call = Call(torch.nn.Identity(), *states(), 0.3, softcap, sinks, None, True)
     spans = Spans(list(starts), 9, key_bytes, torch.float32)
-    return CallAgain.of(call, kwargs, Pattern(True), spans)
+    return CallAgain.of(call, kwargs, Pattern(True), spans, attend_spans)
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +120,10 @@ def whole_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     attend = decode.attend_decode
 
-    def counted(call: Any, step: Any, kwargs: Any) -> torch.Tensor | None:
+    def counted(call: Any, step: Any, *others: Any) -> torch.Tensor | None:
         if step.q_length == 1:
             calls.append(step)
-        return attend(call, step, kwargs)
+        return attend(call, step, *others)
 
     monkeypatch.setattr(plain, "attend_decode", counted)
     return calls
@@ -138,6 +139,21 @@ def test_only_the_first_decode_of_a_pattern_takes_the_whole_way(
     expected = generated(model, "eager", batch, 10)
     assert torch.equal(generated(model, "attnlib", batch, 10), expected)
     assert len(whole_way) == (1 if name in ("llama", "mistral") else 2)
+    static = generated(model, "attnlib", batch, 10, cache_implementation="static")
+    assert torch.equal(static, expected)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 4)], ids=["equal", "padded"])
+@pytest.mark.parametrize("make", [bart, t5, umt5])
+def test_only_the_first_decode_of_an_encoder_decoder_takes_the_whole_way(
+    make: Callable[[], Any], lengths: tuple[int, ...], whole_way: list[Any]
+) -> None:
+    """With a position bias that all layers share, or of each layer; one mask for the keys of the
+    decoder, one for those of the encoder."""
+    model, batch = make(), padded(prompts(*lengths), "right")
+    expected = generated(model, "eager", batch, 10)
+    assert torch.equal(generated(model, "attnlib", batch, 10), expected)
+    assert len(whole_way) == 2
     static = generated(model, "attnlib", batch, 10, cache_implementation="static")
     assert torch.equal(static, expected)
 

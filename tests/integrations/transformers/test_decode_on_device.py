@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlib.integrations.transformers import attention, decode_on_device, plain
+from attnlib.integrations.transformers import attention, decode_on_device, devices, plain
 from tests.integrations.tiny_models import (
     bart,
     decoder,
@@ -37,9 +37,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
-    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
-    for name in ("attend_decode", "attend_biased"):  # what only a CPU calls
-        monkeypatch.setattr(plain, name, lambda *_: None)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cuda")
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ def test_decode_steps_do_not_read_the_mask(
 @pytest.mark.slow
 def test_host_reads_are_found(reads: HostReads, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU, where a read costs nothing."""
-    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: False)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cpu")
     decode_logits(decoder("llama"), "attnlib", reads)
     assert set(reads.reads) == {"cpu", "numpy"}
 

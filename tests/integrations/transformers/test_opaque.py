@@ -11,6 +11,7 @@ import torch
 from attnlib.integrations.transformers import (
     decode_batch,
     decode_on_device,
+    devices,
     masks,
     opaque,
     plain,
@@ -109,7 +110,7 @@ def test_decodes_on_a_gpu_read_no_mask(form: str, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton")
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     monkeypatch.setenv("ATTNLIB_VALIDATE", "0")
-    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cuda")
     reads, run_layer = HostReads(), decode_on_device.run_layer
 
     def interpreted(*given: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlib.errors import UnsupportedConfigError
-from attnlib.integrations.transformers import decode_on_device, masks, step_mask
+from attnlib.integrations.transformers import devices, masks, step_mask
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.step_mask import StepMask
 from attnlib.spec import Window
@@ -333,7 +333,7 @@ def test_decodes_do_not_read_the_padding(name: str, monkeypatch: pytest.MonkeyPa
     """On a GPU the padding mask is read once, for the prefill; decodes plan on the device."""
     pytest.importorskip("triton")
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
-    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cuda")
     reads, read = [], step_mask.Rows.read
     monkeypatch.setattr(step_mask.Rows, "read", lambda *args: reads.append(args) or read(*args))
     model = llama4(attn_temperature_tuning=False) if name == "llama4" else decoder(name)

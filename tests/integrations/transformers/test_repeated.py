@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnlib.integrations.transformers import attention, decode_again, plain, repeated
+from attnlib.integrations.transformers import attention, decode_again, devices, repeated
 from tests.integrations.tiny_models import (
     VOCABULARY,
     generated,
@@ -46,7 +46,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans also on a CPU, where another path serves decodes."""
     monkeypatch.setenv("ATTNLIB_BACKEND", "torch")
     monkeypatch.delenv("ATTNLIB_VALIDATE")  # which is asked for in every call
-    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "another")
 
 
 @pytest.fixture
@@ -126,7 +126,6 @@ def test_a_second_generation_repeats_as_the_first(
     """Modules that are known already move to growing buffers in the same step as the first layer:
     with other strides than its keys, no layer would be repeated. Layers of a prefill are repeated,
     too."""
-    monkeypatch.setattr(plain, "attend_prefill", lambda *_: None)
     monkeypatch.setattr(decode_again, "_local", decode_again._Local())
     model = randomized(MODELS[name]())
     model.set_attn_implementation("attnlib")

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnlib.integrations.transformers import (
     attention,
     decode_batch,
-    decode_on_device,
-    plain,
+    devices,
     repeated,
     row_copy,
 )
@@ -111,8 +110,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("ATTNLIB_BACKEND", "triton")
     monkeypatch.delenv("ATTNLIB_VALIDATE", raising=False)
-    monkeypatch.setattr(decode_on_device, "_reads_synchronize", lambda device: True)
-    monkeypatch.setattr(plain, "attend_decode", lambda *_: None)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cuda")
     monkeypatch.setattr(decode_batch, "operation", lambda *_: NoLaunch)
     monkeypatch.setattr(decode_batch, "_local", threading.local())  # its batches never run
     monkeypatch.setattr(row_copy.RowCopy, "run", lambda *_: None)
