@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from attnlib.errors import ContractError, UnsupportedConfigError
+from attnlib.integrations.transformers import devices
 from attnlib.integrations.transformers.described_mask import describe_tensor
 from attnlib.integrations.transformers.eager_models import take_masks_of_numbers
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
@@ -100,7 +101,7 @@ def _decode_mask(given: dict[str, Any]) -> torch.Tensor | None:
     """The mask of single queries over a static cache, in few calls: a token of a small model takes
     so little time on a CPU that calls count. None for what needs another path."""
     counter, function = given["q_offset"], given["mask_function"]
-    if not counter.is_cpu or function is None:
+    if devices.kind_of(counter.device) != "cpu" or function is None:
         return None
     if torch.compiler.is_compiling() or torch._C._is_tracing() or given["q_length"] != 1:
         return None
@@ -175,8 +176,7 @@ def _takes_numbers(given: dict[str, Any]) -> bool:
 
 
 def _is_cuda(device: torch.device | str) -> bool:
-    name = device.type if isinstance(device, torch.device) else device
-    return name.startswith("cuda")
+    return devices.kind_of(torch.device(device)) == "cuda"
 
 
 def _is_window(pattern: Pattern | None) -> bool:

@@ -14,7 +14,6 @@ from attnlib.integrations.transformers import (
     continued,
     decode_batch,
     devices,
-    masks,
     repeated,
 )
 from tests.integrations.tiny_models import WINDOW, decoder, generated, padded, prompts, run
@@ -87,8 +86,6 @@ def test_a_static_cache_keeps_its_batch(
     name: str, lengths: tuple[int, ...], steps: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the same number of keys in every step, of which the mask shows those written."""
-    monkeypatch.setattr(masks, "_is_cuda", lambda device: True)
-    monkeypatch.setattr(masks, "_decode_mask", lambda given: None)  # that of a CPU
     model, batch = decoder(name), padded(prompts(*lengths), "left")
     static = {"cache_implementation": "static"}
     expected = generated(model, "eager", batch, NEW_TOKENS, **static)

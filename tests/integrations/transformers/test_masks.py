@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from attnlib.integrations.transformers import masks
+from attnlib.integrations.transformers import devices
 from attnlib.integrations.transformers.described_mask import read_mask
 from attnlib.integrations.transformers.mask_tensor import MaskTensor
 from attnlib.integrations.transformers.masks import attnlib_mask
@@ -190,7 +190,7 @@ def test_the_description_of_a_static_mask_ends_with_it(
     on_device: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the next garbage collection, and not never: a decode has a mask at each step."""
-    monkeypatch.setattr(masks, "_is_cuda", lambda device: on_device)
+    monkeypatch.setattr(devices, "kind_of", lambda device: "cuda" if on_device else "cpu")
     gc.disable()
     try:
         with mode():
