@@ -13,9 +13,6 @@ import triton.language as tl
 from attnlib.ops.states.inputs import LEAST_LOG_DECAY
 
 __all__ = [
-    "DECAY_CHANNEL",
-    "DECAY_CONSTANT",
-    "DECAY_HEAD",
     "LEAST_DECAY",
     "UNALIGNED",
     "Chunk",
@@ -31,9 +28,6 @@ __all__ = [
     "numbers",
 ]
 
-DECAY_CONSTANT: tl.constexpr = tl.constexpr(0)
-DECAY_HEAD: tl.constexpr = tl.constexpr(1)
-DECAY_CHANNEL: tl.constexpr = tl.constexpr(2)
 LEAST_DECAY: tl.constexpr = tl.constexpr(LEAST_LOG_DECAY)
 
 UNALIGNED = ["query_start_loc", "seq_lens", "slots", "sources", "decay", "beta", "skip"]
@@ -73,7 +67,7 @@ class StateConfig(NamedTuple):
         CHUNKS: most chunks of a request that `hopper.kernels.state_serial` copies at once; 0 where
             a request may have more.
         COPIES: pairs of positions of a head, at least BLOCKS.
-        DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence (`DECAY_*`).
+        DELTA, DECAY, NORM, HAS_BETA, HAS_SKIP: the recurrence; DECAY is as in `StateLayout.decay`.
         EPS: of the norm.
         PRECISION: of products with float32 operands (`tl.dot`).
         WIDE: products of queries and keys have float32 operands, for the interpreter.
@@ -105,7 +99,7 @@ class StateConfig(NamedTuple):
     CHUNKS: int
     COPIES: int
     DELTA: bool
-    DECAY: int
+    DECAY: str
     NORM: bool
     HAS_BETA: bool
     HAS_SKIP: bool

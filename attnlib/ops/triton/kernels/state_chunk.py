@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Factors
+from attnlib.ops.triton.kernels.state_arguments import Factors
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import running_sum, sum_products, summable
 
@@ -41,7 +41,7 @@ def _inverse_lengths(chunk, QUERIES: tl.constexpr, CONFIG: tl.constexpr):
 def chunk_factors(chunk, scale, CONFIG: tl.constexpr):
     """Return the `Factors` of a chunk."""
     C: tl.constexpr = CONFIG.C
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         total = [running_sum(summable(decay), CONFIG) for decay in chunk.decay]
     else:
         decay = tl.reshape(summable(chunk.decay), [C, 1])
@@ -114,7 +114,7 @@ def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
     """Return (u, o) of a chunk, [ROWS, C] float32; `s` are parts [PART, ROWS], `value` [C,
     ROWS]."""
     factor_k = factors.norm_k
-    if CONFIG.DECAY != DECAY_CHANNEL:
+    if CONFIG.DECAY != "channel":
         decay = tl.exp(factors.total)
         factor_k = factor_k * decay
     zeros = tl.full([CONFIG.ROWS, CONFIG.C], 0.0, tl.float32)
@@ -122,7 +122,7 @@ def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
     o = seen
     for part in tl.static_range(len(s)):
         q, k = query_part(chunk, part, CONFIG), key_part(chunk, part, CONFIG)
-        if CONFIG.DECAY == DECAY_CHANNEL:
+        if CONFIG.DECAY == "channel":
             decays = tl.exp(factors.total[part])
             q, k = q.to(tl.float32) * decays, k.to(tl.float32) * decays
         rows = _thirds(tl.trans(s[part]))
@@ -137,7 +137,7 @@ def chunk_outputs(s, chunk, value, factors, solve, pairs, CONFIG: tl.constexpr):
     if CONFIG.DELTA:
         u = _sum(_add_products(_thirds(u), _thirds(solve), (zeros, zeros, zeros), CONFIG))
     o = _sum(o)
-    if CONFIG.DECAY != DECAY_CHANNEL:
+    if CONFIG.DECAY != "channel":
         o = o * decay[None, :]
     o = _sum(_add_products(_thirds(u), _thirds(pairs), (o, zeros, zeros), CONFIG))
     return u, o * factors.norm_q[None, :]
@@ -148,14 +148,14 @@ def advance_state(s, u, chunk, factors, CONFIG: tl.constexpr):
     """Return the state after a chunk, parts [PART, ROWS]."""
     last = tl.arange(0, CONFIG.C) == CONFIG.C - 1
     factor = factors.norm_k
-    if CONFIG.DECAY != DECAY_CHANNEL:
+    if CONFIG.DECAY != "channel":
         end = tl.sum(tl.where(last, factors.total, 0.0), 0)
         factor = factor * tl.exp(end - factors.total)
     rows = _thirds(u * factor[None, :])
     after = ()
     for part in tl.static_range(len(s)):
         k, x = key_part(chunk, part, CONFIG), tl.trans(s[part])
-        if CONFIG.DECAY == DECAY_CHANNEL:
+        if CONFIG.DECAY == "channel":
             total = factors.total[part]
             ends = tl.sum(tl.where(last[:, None], total, 0.0), 0)
             k = k.to(tl.float32) * tl.exp(ends[None, :] - total)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 from attnlib.ops.triton.kernels.state_rows import key_part, query_part
 from attnlib.ops.triton.kernels.state_sums import border, is_upper, joins, sum_products, summable
 
@@ -106,7 +105,7 @@ def key_pairs(kk, chunk, norm_k, CONFIG: tl.constexpr):
 @triton.jit
 def chunk_matrices(chunk, factors, CONFIG: tl.constexpr):
     """Return (T, P) of a chunk, [C, C] float32, without the norm of the queries."""
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         kk, qk = _channel_products(chunk, CONFIG)
     else:
         kk, qk = head_products(chunk, factors, CONFIG)

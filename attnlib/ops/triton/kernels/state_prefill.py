@@ -36,7 +36,7 @@ def prepared_columns(C, PART, PARTS, IS_CHANNEL):
 @triton.jit
 def prepared_rows(workspace, first, number, head, CONFIG: tl.constexpr):
     """Return pointers to the rows of a chunk, the `number`-th of its request, [C]."""
-    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
+    IS_CHANNEL: tl.constexpr = CONFIG.DECAY == "channel"
     SIZE: tl.constexpr = prepared_columns(CONFIG.C, CONFIG.PART, CONFIG.PARTS, IS_CHANNEL)
     place = workspace + ((first + number).to(tl.int64) * CONFIG.HV + head) * (CONFIG.C * SIZE)
     return place + tl.arange(0, CONFIG.C) * SIZE
@@ -54,7 +54,7 @@ def load_prepared(rows, scale, CONFIG: tl.constexpr):
     C: tl.constexpr = CONFIG.C
     matrix = rows[:, None] + tl.arange(0, C)[None, :]
     total = tl.load(rows + 2 * C + 2)
-    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         total = [tl.load(_channels(rows, part, CONFIG)) for part in arguments.numbers(CONFIG.PARTS)]
     pairs = tl.load(matrix + C)
     factors = arguments.Factors(total, tl.load(rows + 2 * C) * scale, tl.load(rows + 2 * C + 1))
@@ -98,7 +98,7 @@ def state_matrices_kernel(
     tl.store(matrix + CONFIG.C, pairs)
     tl.store(place + 2 * CONFIG.C, factors.norm_q)
     tl.store(place + 2 * CONFIG.C + 1, factors.norm_k)
-    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         for part in tl.static_range(len(factors.total)):
             tl.store(_channels(place, part, CONFIG), factors.total[part])
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, Request, Tail, Tokens
+from attnlib.ops.triton.kernels.state_arguments import Request, Tail, Tokens
 
 __all__ = [
     "first_kept",
@@ -102,7 +102,7 @@ def open_tail(tail, slot, head, CONFIG: tl.constexpr):
     """Return the `Tail` of one slot and state head."""
     key_head = head // (CONFIG.HV // CONFIG.HK)
     width = 1
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         width = CONFIG.DK
     return Tail(
         tail.k + slot * CONFIG.TAIL_K + key_head * CONFIG.DK,

@@ -75,12 +75,12 @@ def _load_decays(rows, tokens, tail, part: tl.constexpr, CONFIG: tl.constexpr):
 @triton.jit
 def _load_decay(rows, tokens, tail, CONFIG: tl.constexpr):
     """Return the decays; 0 in rows without a token."""
-    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decay = [
             _load_decays(rows, tokens, tail, part, CONFIG)
             for part in arguments.numbers(CONFIG.PARTS)
         ]
-    elif CONFIG.DECAY == arguments.DECAY_CONSTANT:
+    elif CONFIG.DECAY == "constant":
         decay = tl.where(rows.held | rows.fresh, tl.load(tokens.decay), 0.0)
     else:
         decay = _load_numbers(rows, tail.decay, tokens.decay, CONFIG.HV, CONFIG.G_T)
@@ -180,9 +180,9 @@ def store_chunk(rows, wanted, chunk, tail, head, CONFIG: tl.constexpr):
     PARTS: tl.constexpr = CONFIG.PARTS
     if CONFIG.HAS_BETA:
         tl.store(tail.beta + rows.ring * CONFIG.HV, chunk.beta, mask=wanted)
-    if CONFIG.DECAY == arguments.DECAY_HEAD:
+    if CONFIG.DECAY == "head":
         tl.store(tail.decay + rows.ring * CONFIG.HV, chunk.decay, mask=wanted)
-    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         for part in tl.static_range(PARTS):
             _store_part(rows, wanted, chunk.decay[part], part, tail.decay, CHANNELS, CONFIG)
     if head % (CONFIG.HV // CONFIG.HK) == 0:

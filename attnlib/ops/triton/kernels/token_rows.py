@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
-
 __all__ = ["Row", "channels_of", "load_held", "load_new", "spread", "store_row", "value_rows"]
 
 
@@ -57,9 +55,9 @@ def _load_row(tokens, k, v, decay, beta, exists, block, CONFIG: tl.constexpr):
     channels, values = channels_of(CONFIG), value_rows(block, CONFIG)
     inside = exists & (channels < CONFIG.DK)
     keys = tl.load(k + channels, mask=inside, other=0.0)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         g = tl.load(decay + channels, mask=inside, other=0.0)
-    elif CONFIG.DECAY == DECAY_CONSTANT:
+    elif CONFIG.DECAY == "constant":
         g = tl.load(tokens.decay + spread(0), mask=exists, other=0.0)
     else:
         g = tl.load(decay + spread(0), mask=exists, other=0.0)
@@ -89,7 +87,7 @@ def load_new(request, tokens, block, CONFIG: tl.constexpr):
 def load_held(position, base, tokens, tail, block, CONFIG: tl.constexpr):
     """Return the `Row` of the token at a position of the tail; 0 before position `base`."""
     width = 1
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         width = CONFIG.DK
     ring = tl.maximum(position, 0) % CONFIG.RING
     return _load_row(
@@ -113,10 +111,10 @@ def store_row(row, ring, tail, head, block, CONFIG: tl.constexpr):
     if block == 0:
         if CONFIG.HAS_BETA:
             tl.store(tail.beta + ring * CONFIG.HV + spread(0), row.beta)
-        if CONFIG.DECAY == DECAY_CHANNEL:
+        if CONFIG.DECAY == "channel":
             decays = tail.decay + ring * (CONFIG.HV * CONFIG.DK)
             tl.store(decays + channels, row.decay, mask=once)
-        elif CONFIG.DECAY != DECAY_CONSTANT:
+        elif CONFIG.DECAY != "constant":
             tl.store(tail.decay + ring * CONFIG.HV + spread(0), row.decay)
         if head % (CONFIG.HV // CONFIG.HK) == 0:
             tl.store(tail.k + ring * (CONFIG.HK * CONFIG.DK) + channels, row.k, mask=once)

@@ -15,12 +15,7 @@ from attnlib.ops.states.layout import POSITION_COPIES, StateLayout
 from attnlib.ops.states.tensors import KERNEL_FIELDS, StateTensors
 from attnlib.ops.triton.heuristics import state_tiles
 from attnlib.ops.triton.heuristics.device import DeviceLimits
-from attnlib.ops.triton.kernels.state_arguments import (
-    DECAY_CHANNEL,
-    DECAY_CONSTANT,
-    DECAY_HEAD,
-    StateConfig,
-)
+from attnlib.ops.triton.kernels.state_arguments import StateConfig
 
 __all__ = [
     "Recurrence",
@@ -32,7 +27,6 @@ __all__ = [
     "step_tile",
 ]
 
-_DECAYS = {"constant": DECAY_CONSTANT, "head": DECAY_HEAD, "channel": DECAY_CHANNEL}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -171,7 +165,7 @@ def state_config(
     keys = layout.key_size, tile.part, tile.parts, reloads
     values = layout.value_size, tile.rows, tile.blocks, tile.passes
     decode = tile.num_warps if tile.group else 0, tile.group, queries, chunks, POSITION_COPIES
-    kind = recurrence.update == "delta", _DECAYS[layout.decay].value, recurrence.qk_norm
+    kind = recurrence.update == "delta", layout.decay, recurrence.qk_norm
     parts = layout.has_beta, recurrence.has_skip, QK_NORM_EPS, recurrence.precision
     products = recurrence.wide, extra, prepared
     every = (*rows, *heads, *keys, *values, *decode, *kind, *parts, *products, *strides)

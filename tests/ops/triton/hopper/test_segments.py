@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import pkgutil
 from types import ModuleType
 
 import pytest
+from triton.language import constexpr
 
 import attnlib.ops.triton
 from attnlib.ops.triton.hopper.kernels.segments import _segments, query_rows
@@ -57,4 +60,26 @@ def test_functions_of_constants_read_no_variables() -> None:
                 if not callable(value) and not isinstance(value, ModuleType)
             ]
     assert len(found) > 50
+    assert not wrong
+
+
+def test_device_functions_read_no_constant_of_a_module_object() -> None:
+    """The keys have the constants that a device function reads by name, and not those that it reads
+    as attributes of a module: a cache would keep kernels of an earlier value."""
+    found, wrong = 0, []
+    for info in pkgutil.walk_packages(attnlib.ops.triton.__path__, "attnlib.ops.triton."):
+        module = importlib.import_module(info.name)
+        for function in ast.walk(ast.parse(inspect.getsource(module) or "")):
+            if not isinstance(function, ast.FunctionDef) or not any(
+                ast.unparse(decorator).endswith(".jit") for decorator in function.decorator_list
+            ):
+                continue
+            found += 1
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    owner = getattr(module, node.value.id, None)
+                    is_own = isinstance(owner, ModuleType) and owner.__name__.startswith("attnlib.")
+                    if is_own and isinstance(getattr(owner, node.attr), constexpr):
+                        wrong.append(f"{function.name} reads {ast.unparse(node)}")
+    assert found > 300
     assert not wrong

@@ -15,6 +15,7 @@ from attnlib.ops.triton.hopper.kernels import compat
 from attnlib.ops.triton.hopper.kernels import fused_tokens as fused
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels.state_decode import decode_tokens, store_slot
+from attnlib.ops.triton.hopper.kernels.state_memory import ROWS_LAYOUT, VECTOR
 from attnlib.ops.triton.hopper.kernels.state_slots import clear_rows, new_token, store_outputs
 from attnlib.ops.triton.kernels import short_convolution as convolution
 from attnlib.ops.triton.kernels import state_requests as requests
@@ -101,9 +102,9 @@ def fused_decode_kernel(
     gl.store(target + row, newest, mask=exists[:, None] & inputs.inside)
     KIND: gl.constexpr = x.dtype.element_ty
     SHAPE: gl.constexpr = [STATE.QUERIES, CONFIG.ELEMENTS]
-    rows = gl.allocate_shared_memory(KIND, SHAPE, memory.VECTOR)
+    rows = gl.allocate_shared_memory(KIND, SHAPE, VECTOR)
     y = convolution.convolve(pairs, taps, CHANNELS).to(KIND)
-    held = compat.reinterpret(rows, KIND, SHAPE, memory.ROWS_LAYOUT)
+    held = compat.reinterpret(rows, KIND, SHAPE, ROWS_LAYOUT)
     held.store(y)
     gates = [(each, speed, shift) for each in projections]
     given = [(rows.index(n), gates[n]) for n in numbers(STATE.QUERIES)]

@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 from attnlib.ops.triton.hopper.kernels.state_memory import value_layout
 from attnlib.ops.triton.hopper.kernels.state_slots import Token, load_gates
 from attnlib.ops.triton.kernels import short_convolution as convolution
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 from attnlib.ops.triton.kernels.step_parts import normalized, step_beta, step_decay
 
 __all__ = [
@@ -63,7 +62,7 @@ def load_taps(weight, bias, channels, WARPS: gl.constexpr, CONFIG: gl.constexpr)
 @gluon.jit
 def load_channels(base, head, KEYS: gl.constexpr, STATE: gl.constexpr):
     """Return the number of a head, or its channels [DK] where decays have them."""
-    if STATE.DECAY == DECAY_CHANNEL:
+    if STATE.DECAY == "channel":
         x = gl.load(base + head * STATE.DK + gl.arange(0, STATE.DK, KEYS))
     else:
         x = gl.load(base + head)

@@ -22,6 +22,7 @@ from attnlib.ops.triton.hopper.kernels import compat
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels import state_slots as decodes
 from attnlib.ops.triton.hopper.kernels.state_fill import fill_chunk
+from attnlib.ops.triton.hopper.kernels.state_memory import ROWS_LAYOUT
 from attnlib.ops.triton.kernels import state_arguments as arguments
 from attnlib.ops.triton.kernels import state_requests as requests
 
@@ -69,7 +70,7 @@ def _seen(w, k):
 def _behind(w, o, c, k, token, norm, CONFIG: gl.constexpr):
     """Return (w, o) before a `Token`, whose factor is c [QUERIES]."""
     factor = gl.exp(token.decay)
-    if CONFIG.DECAY == arguments.DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         factor = factor[None, :]
     o = gl.fma(token.v.to(gl.float32)[None, :], _column(c, o), o)
     if CONFIG.DELTA:
@@ -145,8 +146,8 @@ def decode_tokens(request, base, new, queries, shared, skip, scale, CONFIG: gl.c
         for row in gl.static_range(QUERIES):
             own = gl.where(number == row, weight, 0.0)
             o = gl.fma(new[row].v.to(gl.float32)[None, :], own[:, None], o)
-    compat.reinterpret(shared.queries, gl.float32, SHAPE, memory.ROWS_LAYOUT).store(w)
-    compat.reinterpret(shared.outputs, gl.float32, [QUERIES, SPAN], memory.ROWS_LAYOUT).store(o)
+    compat.reinterpret(shared.queries, gl.float32, SHAPE, ROWS_LAYOUT).store(w)
+    compat.reinterpret(shared.outputs, gl.float32, [QUERIES, SPAN], ROWS_LAYOUT).store(o)
     compat.wait_for_copies(0)
     return memory.multiply_state(shared, CONFIG)
 

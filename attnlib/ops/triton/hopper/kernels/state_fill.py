@@ -7,9 +7,10 @@ from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
 from attnlib.ops.triton.hopper.kernels.compat import reinterpret
+from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS, ROWS_LAYOUT
 from attnlib.ops.triton.hopper.kernels.state_products import fill_by_products
 from attnlib.ops.triton.hopper.kernels.state_slots import Token, store_state
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, numbers
+from attnlib.ops.triton.kernels.state_arguments import numbers
 
 __all__ = ["fill_chunk"]
 
@@ -32,7 +33,7 @@ def _go_forward(s, token, CONFIG: gl.constexpr):
         for part in gl.static_range(1, PARTS):
             squares = gl.fma(k[part], k[part], squares)
         norm = gl.rsqrt(gl.sum(squares, 0) + CONFIG.EPS)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decayed = [s[part] * token.decay[part][None, :] for part in numbers(PARTS)]
     else:
         decayed = [x * token.decay for x in s]
@@ -58,7 +59,7 @@ def _load_token(
     row = (count + TAIL - 1 - step) % TAIL
     group, number = row // CONFIG.GROUP, row % CONFIG.GROUP
     decay, beta = memory.gates(shared, group, number, memory.key_layout(CONFIG), CONFIG)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decay = memory.row_parts(shared.decays.index(row), PART)
     else:
         decay = gl.exp(gl.where(row == TAIL - 1, new.decay, decay))
@@ -75,21 +76,21 @@ def fill_chunk(shared, new, count, state, slot, head, block, CONFIG: gl.constexp
     with it or before it."""
     UNIT: gl.constexpr = CONFIG.UNIT
     TAIL: gl.constexpr = memory.tail_rows(CONFIG)
-    PART: gl.constexpr = memory.PART_KEYS
+    PART: gl.constexpr = PART_KEYS
     PARTS: gl.constexpr = CONFIG.DK // PART
     TIMES: gl.constexpr = _passes(CONFIG)
     ROWS: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES // TIMES
     LAYOUT: gl.constexpr = memory.state_layout(CONFIG, TIMES)
     shared.key_rows.index(TAIL - 1).store(new.k)
     shared.value_rows.index(TAIL - 1).store(new.v)
-    if CONFIG.D == 0 and CONFIG.DECAY != DECAY_CHANNEL and shared.key_rows.dtype == gl.bfloat16:
+    if CONFIG.D == 0 and CONFIG.DECAY != "channel" and shared.key_rows.dtype == gl.bfloat16:
         fill_by_products(shared, new, state, slot, head, block, CONFIG)
         return
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         COPY: gl.constexpr = memory.copy_layout(CONFIG.DK, 4, CONFIG.WARPS)
         shared.decays.index(TAIL - 1).store(new.decay)
         SHAPE: gl.constexpr = [TAIL, CONFIG.DK]
-        rows = reinterpret(shared.decays, gl.float32, SHAPE, memory.ROWS_LAYOUT)
+        rows = reinterpret(shared.decays, gl.float32, SHAPE, ROWS_LAYOUT)
         rows.store(gl.exp(rows.load(COPY)))
     for time in gl.static_range(TIMES):
         rows = shared.state.slice(time * ROWS, ROWS)

@@ -43,9 +43,9 @@ def _open_chunk(part, tokens, tail, CONFIG: tl.constexpr):
     if CONFIG.HAS_BETA:
         places = tail.beta, tokens.beta
         beta = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.B_T, CONFIG)
-    if CONFIG.DECAY == arguments.DECAY_CONSTANT:
+    if CONFIG.DECAY == "constant":
         decay = tl.where(row < part.stop - part.start, tl.load(tokens.decay), 0.0)
-    elif CONFIG.DECAY == arguments.DECAY_HEAD:
+    elif CONFIG.DECAY == "head":
         places = tail.decay, tokens.decay
         decay = pieces.load_numbers(part, row, *places, CONFIG.HV, CONFIG.G_T, CONFIG)
     columns = requests.part_columns(0, CONFIG)
@@ -91,7 +91,7 @@ def long_matrices_kernel(
     factors: [chunks, HV, factor_size] float32.
     """
     C: tl.constexpr = CONFIG.C
-    CHANNEL: tl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
+    CHANNEL: tl.constexpr = CONFIG.DECAY == "channel"
     PLANES: tl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     FACTORS: tl.constexpr = factor_size(C, CONFIG.PART, CHANNEL)
     place, head, row = tl.program_id(0), tl.program_id(1), tl.arange(0, C)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels.compat import commit_copies, copy_to_shared, reinterpret
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT, numbers
+from attnlib.ops.triton.kernels.state_arguments import numbers
 
 __all__ = [
     "PART_KEYS",
@@ -113,7 +113,7 @@ def allocate(tail, CONFIG: gl.constexpr):
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     KEYS: gl.constexpr = tail.k.dtype.element_ty
     VALUES: gl.constexpr = tail.v.dtype.element_ty
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decays = gl.allocate_shared_memory(gl.float32, [TAIL, CONFIG.DK], VECTOR)
     else:
         decays = gl.allocate_shared_memory(gl.float32, GROUPS, VECTOR)
@@ -177,10 +177,10 @@ def copy_tail(shared, request, base, tokens, tail, block, CONFIG: gl.constexpr):
     _copy_rows(shared.value_rows, values, request, base, CONFIG.HV * CONFIG.DV, VALUES, CONFIG)
     if CONFIG.HAS_BETA:
         _copy_numbers(shared.betas, tail.beta, request, base, CONFIG.HV, CONFIG)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decays = tail.decay
         _copy_rows(shared.decays, decays, request, base, CONFIG.HV * CONFIG.DK, DECAYS, CONFIG)
-    elif CONFIG.DECAY == DECAY_CONSTANT:
+    elif CONFIG.DECAY == "constant":
         _copy_numbers(shared.decays, tokens.decay, request, base, 0, CONFIG)
     else:
         _copy_numbers(shared.decays, tail.decay, request, base, CONFIG.HV, CONFIG)
@@ -208,7 +208,7 @@ def gates(shared, group, number, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     beta = 1.0
     if CONFIG.HAS_BETA:
         beta = gl.sum(gl.where(chosen, shared.betas.index(group).load(NUMBERS), 0.0), 0)
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decay = shared.decays.index(group * CONFIG.GROUP + number).load(LAYOUT)
     else:
         decay = gl.sum(gl.where(chosen, shared.decays.index(group).load(NUMBERS), 0.0), 0)

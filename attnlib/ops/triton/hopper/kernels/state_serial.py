@@ -62,7 +62,7 @@ def _compute_chunk(s, stages, stage, skip, CONFIG: gl.constexpr):
     the outputs of the chunk [ROWS, C]."""
     C: gl.constexpr = CONFIG.C
     ROWS: gl.constexpr = CONFIG.ROWS
-    CHANNEL: gl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == "channel"
     # Tiles of rows that the state is multiplied by. Keys serve for the next state, too.
     TILES: gl.constexpr = 2 if CHANNEL else 1
     READ: gl.constexpr = TILES if CONFIG.DELTA or not CHANNEL else 0
@@ -171,7 +171,7 @@ def serial_step_kernel(
     CONFIG is a `StateConfig` of `long_tile`. Grid: (requests + 1, HV * BLOCKS), launched with WARPS
     warps. The last programs clear the rows after the last request.
     """
-    CHANNEL: gl.constexpr = CONFIG.DECAY == arguments.DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == "channel"
     number = gl.program_id(0)
     head, block = gl.program_id(1) // CONFIG.BLOCKS, gl.program_id(1) % CONFIG.BLOCKS
     batch = arguments.StateBatch(query_start_loc, seq_lens, slots, sources)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnlib.ops.triton.hopper.kernels import state_memory as memory
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL, DECAY_CONSTANT
+from attnlib.ops.triton.hopper.kernels.state_memory import PART_KEYS
 
 __all__ = [
     "Token",
@@ -49,7 +49,7 @@ def new_token(request, number: gl.constexpr):
 def load_gates(token, tokens, KEYS: gl.constexpr, CONFIG: gl.constexpr):
     """Return (decay, beta) of a row of the batch."""
     place = tokens.decay + token * CONFIG.G_T
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         decay = gl.load(place + gl.arange(0, CONFIG.DK, KEYS))
     else:
         decay = gl.load(place)
@@ -111,9 +111,9 @@ def store_state(s, state, slot, head, block, first, LAYOUT: gl.constexpr, CONFIG
     SPAN: gl.constexpr = CONFIG.ROWS * CONFIG.PASSES
     row = gl.arange(0, s[0].shape[0], gl.SliceLayout(1, LAYOUT)) * CONFIG.DK
     base = state + slot * CONFIG.STATE + (head * CONFIG.DV + block * SPAN + first) * CONFIG.DK
-    place = base + row[:, None] + gl.arange(0, memory.PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
+    place = base + row[:, None] + gl.arange(0, PART_KEYS, gl.SliceLayout(0, LAYOUT))[None, :]
     for part in gl.static_range(len(s)):
-        gl.store(place + part * memory.PART_KEYS, s[part])
+        gl.store(place + part * PART_KEYS, s[part])
 
 
 @gluon.jit
@@ -126,9 +126,9 @@ def store_token(token, position, tail, head, block, CONFIG: gl.constexpr):
     if block == 0:
         if CONFIG.HAS_BETA:
             gl.store(tail.beta + ring * CONFIG.HV, token.beta)
-        if CONFIG.DECAY == DECAY_CHANNEL:
+        if CONFIG.DECAY == "channel":
             gl.store(tail.decay + ring * (CONFIG.HV * CONFIG.DK) + key, token.decay)
-        elif CONFIG.DECAY != DECAY_CONSTANT:
+        elif CONFIG.DECAY != "constant":
             gl.store(tail.decay + ring * CONFIG.HV, token.decay)
         if head % (CONFIG.HV // CONFIG.HK) == 0:
             gl.store(tail.k + ring * (CONFIG.HK * CONFIG.DK) + key, token.k)
@@ -138,13 +138,13 @@ def store_token(token, position, tail, head, block, CONFIG: gl.constexpr):
 def copy_slot(shared, request, base, kept, state, target, head, block, CONFIG: gl.constexpr):
     """Write what a fork keeps of its source: the state at `kept`, if it is that at `base`, and the
     tail from there on."""
-    PARTS: gl.constexpr = CONFIG.DK // memory.PART_KEYS
+    PARTS: gl.constexpr = CONFIG.DK // PART_KEYS
     LAYOUT: gl.constexpr = memory.state_layout(CONFIG, 1)
     if (base > 0) & (kept == base):
         for part in gl.static_range(PARTS):
-            x = shared.state.slice(part * memory.PART_KEYS, memory.PART_KEYS, 1).load(LAYOUT)
+            x = shared.state.slice(part * PART_KEYS, PART_KEYS, 1).load(LAYOUT)
             store_state(
-                (x,), state + part * memory.PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
+                (x,), state + part * PART_KEYS, request.slot, head, block, 0, LAYOUT, CONFIG
             )
     for row in range(0, request.computed - kept):
         token = held_token(shared, row // CONFIG.GROUP, row % CONFIG.GROUP, CONFIG)

@@ -8,7 +8,6 @@ from attnlib.ops.triton.hopper.kernels import compat
 from attnlib.ops.triton.hopper.kernels.state_long import factor_size, plane_size
 from attnlib.ops.triton.hopper.kernels.state_memory import copy_layout
 from attnlib.ops.triton.hopper.kernels.state_pieces import open_part, token_places, wanted_rows
-from attnlib.ops.triton.kernels.state_arguments import DECAY_CHANNEL
 
 __all__ = ["WARPS", "Stages", "allocate", "load_chunks"]
 
@@ -46,7 +45,7 @@ class Stages:
 def allocate(CONFIG: gl.constexpr):
     """Return the `Stages` of a program, as many as fit."""
     C: gl.constexpr = CONFIG.C
-    CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == "channel"
     STAGES: gl.constexpr = CONFIG.CHUNKS if CONFIG.CHUNKS else 3 if CHANNEL else 4
     KINDS: gl.constexpr = 3 if CONFIG.DELTA else 2
     R: gl.constexpr = 2 * KINDS if CHANNEL else 2
@@ -100,7 +99,7 @@ def _copy_rows(stages, stage, part, plane, tokens, tail, CONFIG: gl.constexpr):
     C: gl.constexpr = CONFIG.C
     PART: gl.constexpr = CONFIG.PART
     first = stage * stages.R
-    if CONFIG.DECAY == DECAY_CHANNEL:
+    if CONFIG.DECAY == "channel":
         # Without DELTA, there are no rows for what a state holds.
         AT: gl.constexpr = stages.M * C * C + (0 if CONFIG.DELTA else 2 * C * PART)
         for piece in gl.static_range(stages.R):
@@ -124,7 +123,7 @@ def load_chunks(stages, work, tokens, tail, planes, factors, CONFIG: gl.constexp
     `planes` and `factors` point to those of the first one, values to those of the program."""
     request, base, count = work
     C: gl.constexpr = CONFIG.C
-    CHANNEL: gl.constexpr = CONFIG.DECAY == DECAY_CHANNEL
+    CHANNEL: gl.constexpr = CONFIG.DECAY == "channel"
     PLANES: gl.constexpr = plane_size(C, CONFIG.PART, CONFIG.DELTA, CHANNEL)
     OLD: gl.constexpr = CONFIG.HV * CONFIG.DV
     FACTORS: gl.constexpr = factor_size(C, CONFIG.PART, CHANNEL)
