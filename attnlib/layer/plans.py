@@ -23,12 +23,7 @@ from attnlib.layer.metadata_checks import (
 from attnlib.layer.method_plan import MethodPlan
 from attnlib.layer.per_head import own_tensors, per_head_signature
 from attnlib.layer.scales import agree_on_scales, calculate_scales
-from attnlib.layer.tensor_checks import (
-    check_output_apart,
-    check_output_memory,
-    check_return_lse,
-    check_tensor_types,
-)
+from attnlib.layer.tensor_checks import check_output_memory, check_return_lse, check_tensor_types
 from attnlib.metadata.base import AttentionMetadata
 from attnlib.metadata.paged import PagedMetadata
 from attnlib.ops.checks import check_writable
@@ -216,7 +211,16 @@ def _check(
         if call.extra is not None:
             check_extra_values(spec, call)
     if call.output is not None:
-        check_output_apart(query, cache, call.output)  # before keys are written
+        if call.output.is_inference() and not torch.is_inference_mode_enabled():
+            check_writable(output=call.output)  # before keys are written
+        inputs = (query,) if cache is None else (query, cache.key_cache, cache.value_cache)
+        own = call.output.untyped_storage()
+        begin, end = own.data_ptr(), own.data_ptr() + own.nbytes()
+        for tensor in inputs:  # their bytes are compared only inside one allocation
+            other = tensor.untyped_storage()
+            if other.data_ptr() < end and begin < other.data_ptr() + other.nbytes():
+                check_output_memory(query, cache, call.output)
+                break
     if cache is not None and query.is_cpu:
         check_addresses(metadata, cache)
     return heads, shape

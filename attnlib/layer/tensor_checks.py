@@ -14,7 +14,6 @@ from attnlib.errors import ContractError
 from attnlib.ops.checks import check_writable
 
 __all__ = [
-    "check_output_apart",
     "check_output_memory",
     "check_return_lse",
     "check_tensor_types",
@@ -118,27 +117,6 @@ def check_output_memory(
         raise ContractError(
             "output is in the memory of the cache: pass another tensor, or None", rule="P9"
         )
-
-
-def check_output_apart(
-    query: torch.Tensor, cache: PagedKVCache | None, output: torch.Tensor
-) -> None:
-    """`check_output_memory` where output and inputs are in one allocation, and whether torch may
-    write the output.
-
-    Raises:
-        ContractError: as `check_output_memory` and `check_writable`.
-    """
-    if output.is_inference() and not torch.is_inference_mode_enabled():
-        check_writable(output=output)
-    inputs = (query,) if cache is None else (query, cache.key_cache, cache.value_cache)
-    own = output.untyped_storage()
-    begin, end = own.data_ptr(), own.data_ptr() + own.nbytes()
-    for tensor in inputs:  # their bytes are compared only inside one allocation
-        other = tensor.untyped_storage()
-        if other.data_ptr() < end and begin < other.data_ptr() + other.nbytes():
-            check_output_memory(query, cache, output)
-            break
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from attnlib.cache.overlap import elements_overlap
 from attnlib.cache.storage import PagedKVCache
 from attnlib.errors import ContractError
-from attnlib.layer.tensor_checks import check_output_apart
+from attnlib.layer.tensor_checks import check_output_memory
 from attnlib.spec import AttentionSpec
 
 __all__ = ["check_sizes", "check_tensors"]
@@ -57,7 +57,7 @@ def check_tensors(
             rule="P9",
         )
     known = cache if isinstance(cache, PagedKVCache) else None  # its type is checked later
-    check_output_apart(query, known, output)
+    check_output_memory(query, known, output)
 
 
 def check_sizes(
