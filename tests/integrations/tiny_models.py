@@ -392,6 +392,10 @@ def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, torch.Tensor]:
 def run(model: Any, implementation: str, call: Callable[[Any], Any]) -> Any:
     """The result of `call(model)` with one attention implementation."""
     model.set_attn_implementation(implementation)
+    for part in model.modules():  # transformers 5.17 leaves out parts with a copy of the config
+        if isinstance(part, hf.PreTrainedModel) and type(part.config) is type(model.config):
+            if part.config._attn_implementation != implementation:
+                part.set_attn_implementation(implementation)
     return call(model)
 
 
