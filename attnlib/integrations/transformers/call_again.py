@@ -16,15 +16,14 @@ from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.ops.signature import tensor_check
 from attnlib.selection.current import selection_state
 
-__all__ = ["CallAgain", "Facts", "Serve"]
+__all__ = ["ABSENT", "SINKS", "CallAgain", "Facts", "Serve"]
 
-_ABSENT = (
+ABSENT = (
     *("attnlib_step", "write_index", "cu_seq_lens_q"),
     *("position_bias", "indices", "block_indices"),
 )
-"""Arguments with which a call is not repeated, but decodes with a position bias."""
-_SINKS = ("s_aux", "sinks")
-
+"""Arguments with which a call is not repeated, except decodes with a position bias."""
+SINKS = ("s_aux", "sinks")
 
 Serve = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Any, float, float | None, torch.Tensor | None],
@@ -90,7 +89,7 @@ class CallAgain:
     ) -> CallAgain:
         """What a call has found under a mask. Tensors that require a gradient are not compared."""
         states, queries = (call.query, call.key, call.value), call.query.shape[2]
-        name = next((name for name in _SINKS if kwargs.get(name) is not None), None)
+        name = next((name for name in SINKS if kwargs.get(name) is not None), None)
         is_biased = isinstance(visible, BiasedSpans)
         used = (name, "position_bias") if is_biased else (name,)
         facts = Facts(
@@ -99,7 +98,7 @@ class CallAgain:
             call.soft_cap,
             name,
             frozenset(kwargs),
-            tuple(given for given in (*_ABSENT, *_SINKS) if given in kwargs and given not in used),
+            tuple(given for given in (*ABSENT, *SINKS) if given in kwargs and given not in used),
             pattern,
             selection_state(),
             is_biased,

@@ -8,6 +8,8 @@ validated, recorded or observed, are ordinary calls of an attnlib layer.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from attnlib.instrumentation import OBSERVERS
@@ -18,12 +20,13 @@ from attnlib.integrations.transformers.decode_spans import attend_by_scores
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.recorded_weights import weights_are_recorded
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.torch_operator import attend_fused
 from attnlib.ops.autocast import without_autocast
 from attnlib.selection import get_attn_backend
 
 __all__ = ["attend_prefill"]
 
-_attend = torch.nn.functional.scaled_dot_product_attention
+_attend_causal: Serve = partial(attend_fused, causal=True)
 
 _MAX_SCORES = 1 << 20
 """Scores per head that a bias is made for; blocks of the backend skip hidden keys of more."""
@@ -61,27 +64,12 @@ def attend_prefill(call: Call, step: StepMask, kwargs: dict[str, object]) -> tor
     if backend.get_name() != "torch":
         return None
     bias = _bias(step, window, query.dtype) if needs_bias else None
-    serve: Serve = _attend_fused if bias is None or linear else _attend_by_scores
+    serve: Serve = attend_fused if linear else _attend_by_scores
+    serve = _attend_causal if bias is None else serve
     if not step.is_reused and step.pattern is not None and not weights_are_recorded(kwargs):
         keep = keep_prefill if bias is None else keep_in_step
         keep(step, CallAgain.of(call, kwargs, step.pattern, bias, serve))
     return serve(query, key, value, bias, call.scale, call.soft_cap, call.sinks)
-
-
-def _attend_fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Causal attention over as many keys as queries, or under a bias `[T, S]`; without soft cap and
-    sinks, which are None."""
-    given, grouped = (query, key, value, bias), key.shape[1] != query.shape[1]
-    out = _attend(*given, is_causal=bias is None, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
 
 
 @without_autocast

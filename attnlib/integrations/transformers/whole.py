@@ -20,13 +20,14 @@ from torch.autograd import forward_ad
 from attnlib import env
 from attnlib.instrumentation import ENVIRONMENT, OBSERVERS, VALIDATE_KEY
 from attnlib.integrations.transformers import devices
-from attnlib.integrations.transformers.call_again import CallAgain
+from attnlib.integrations.transformers.call_again import ABSENT, SINKS, CallAgain
 from attnlib.integrations.transformers.decode_again import keep_in_step
 from attnlib.integrations.transformers.growing_cache import LAST_UPDATE, note_served
 from attnlib.integrations.transformers.layers import Call, layer_name
 from attnlib.integrations.transformers.patterns import Pattern
 from attnlib.integrations.transformers.recorded_weights import weights_are_collected
 from attnlib.integrations.transformers.step_mask import StepMask
+from attnlib.integrations.transformers.torch_operator import attend_fused
 from attnlib.ops.params import AttentionParams
 from attnlib.ops.signature import tensor_check
 from attnlib.ops.torch.fused import can_fuse
@@ -36,12 +37,7 @@ from attnlib.spec import AttentionType, MaskKind
 
 __all__ = ["attend_visible", "attend_whole", "attend_whole_again"]
 
-_attend = torch.nn.functional.scaled_dot_product_attention
-
-_ABSENT = (
-    *("attnlib_step", "write_index", "cu_seq_lens_q", "position_bias", "indices"),
-    *("block_indices", "output_attentions", "softcap", "s_aux", "sinks"),
-)
+_ABSENT = (*ABSENT, *SINKS, "output_attentions", "softcap")
 """Arguments with which a call is not served here."""
 
 _MAX_SCORES = 1 << 15
@@ -91,7 +87,7 @@ def attend_whole(call: Call, kwargs: dict[str, Any]) -> torch.Tensor | None:
         _calls[call.module] = _Whole(
             fits, call.scale, frozenset(kwargs), absent, causal, selection_state()
         )
-    return _attend_visible(query, key, value, None, call.scale, None, None)
+    return attend_fused(query, key, value, None, call.scale, None, None)
 
 
 def attend_visible(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -116,8 +112,8 @@ def attend_visible(call: Call, step: StepMask, kwargs: dict[str, Any]) -> torch.
             step.plans[name] = made.masked_fill_(hidden, -torch.inf)
         bias = step.plans[name]
     if not step.is_reused:
-        keep_in_step(step, CallAgain.of(call, kwargs, pattern, bias, _attend_visible))
-    return _attend_visible(call.query, call.key, call.value, bias, call.scale, None, None)
+        keep_in_step(step, CallAgain.of(call, kwargs, pattern, bias, attend_fused))
+    return attend_fused(call.query, call.key, call.value, bias, call.scale, None, None)
 
 
 def _is_served(call: Call, kwargs: dict[str, Any]) -> bool:
@@ -177,18 +173,4 @@ def attend_whole_again(
         return None
     if LAST_UPDATE.layer is not None:
         note_served(key, value)
-    return _attend_visible(query, key, value, None, scale, None, None)
-
-
-def _attend_visible(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention under a bias `[B, 1, 1, S]`; soft cap and sinks are None."""
-    given, grouped = (query, key, value, bias), key.shape[1] != query.shape[1]
-    return _attend(*given, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return attend_fused(query, key, value, None, scale, None, None)
