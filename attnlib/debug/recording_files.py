@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,16 +52,21 @@ def write_file(data: dict[str, Any], path: str | Path) -> Path:
     """Write tensors and plain values, and create the folder if necessary. Returns the path.
 
     Raises:
-        ContractError: the file cannot be written, as on a full disk; no part of it stays.
+        ContractError: the file cannot be written, as on a full disk; an earlier one of this path
+            stays as it is.
     """
     target = Path(path)
+    partial = target.parent / f"{target.name}.{os.getpid()}.part"
     try:
+        if target.exists() and not target.is_file():
+            raise OSError("it is not a file")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
+        with partial.open("wb") as file:
             torch.save(data, file)
+        partial.replace(target)
     except (OSError, RuntimeError) as error:
-        if target.is_file():
-            target.unlink()
+        if partial.is_file():
+            partial.unlink()
         reason = str(error).strip().partition("\n")[0]
         raise ContractError(
             f"recording {target} cannot be written ({reason}): pass a folder that can be written, "

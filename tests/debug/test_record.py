@@ -234,7 +234,13 @@ def test_a_full_disk_is_named_and_leaves_no_file(
     ):
         save_recording(step, tmp_path / "new" / "a.pt")
     assert not list((tmp_path / "new").iterdir())
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("earlier")
+    with pytest.raises(ContractError, match="file cannot be written"):
+        save_recording(step, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+    with pytest.raises(ContractError, match="new cannot be written .*not a file"):
+        save_recording(step, tmp_path / "new")
     with pytest.raises(ContractError, match="b.pt cannot be written"):
         save_recording(step, tmp_path / "file" / "b.pt")
 
