@@ -149,7 +149,7 @@ class Engine:
         backend = _own_name() if arguments.backend == "CUSTOM" else arguments.backend
         if arguments.joined_write:
             _join_writes()
-        self._turns = arguments.turns
+        self._turns, self.has_drafts = arguments.turns, arguments.n_grams > 0
         with turn(self._turns, watch, fcntl.LOCK_SH), watch.part("start"):
             parts = StartParts() if arguments.start_parts else None
             start = time.perf_counter()
@@ -299,15 +299,16 @@ def measure(engine: Engine, name: str, repetitions: int) -> dict[str, Any]:
 
 def profile(engine: Engine, name: str) -> Iterator[dict[str, Any]]:
     """The windows of a workload: its first steps, which prefill, and steps that only decode.
-    Prompts of `CACHED` are prefilled before."""
+    Prompts of `CACHED` are prefilled before. With drafts a call has fewer steps than new tokens."""
     new, numbers = lengths(name)[1], count(100)
-    windows = [(2, 12)] if name in CACHED else [(0, 8), (max(8, new // 2), 32)]
+    decodes = (12, 8) if engine.has_drafts else (max(8, new // 2), 32)
+    windows = [(2, 12)] if name in CACHED else [(0, 8), decodes]
     if name in CACHED:
         engine.generate(prompts(name, 0), 1)
 
     def generate() -> None:
         given = prompts(name, 0 if name in CACHED else next(numbers))
-        engine.generate(given, min(new, sum(windows[-1]) + 24))
+        engine.generate(given, new if engine.has_drafts else min(new, sum(windows[-1]) + 24))
 
     for window in windows:
         yield profile_window(engine.llm, generate, *window)

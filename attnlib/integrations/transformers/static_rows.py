@@ -28,12 +28,15 @@ class _Rows:
         layer: an initialized layer.
     """
 
-    __slots__ = ("_fits", "_keys", "_row", "_values")
+    __slots__ = ("_address", "_count", "_fits", "_keys", "_row", "_values")
 
     def __init__(self, layer: Any) -> None:
         self._keys, self._values = layer.keys, layer.values
         self._row = RowCopy(self._keys, self._values)
         self._fits: Callable[..., bool] | None = None
+        # The memory of the counter of tokens: operations of torch on it take a third of the time.
+        self._count: Any = None
+        self._address = 0
 
     def append(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Write a token behind those of the layer; False for what `update` has to do, or refuse."""
@@ -43,11 +46,15 @@ class _Rows:
         if (fits is None or not fits(key, value)) and not self._take(key, value):
             return False
         counter = layer.cumulative_length
-        position = int(counter)
+        if counter.data_ptr() != self._address:
+            self._count = memoryview(counter.detach().view(1).numpy())
+            self._address = counter.data_ptr()
+        count = self._count
+        position = count[0]
         if not 0 <= position < self._keys.shape[2]:
             return False
         self._row.run(key, value, self._keys, self._values, position)
-        counter.add_(1)
+        count[0] = position + 1
         return True
 
     def _take(self, key: torch.Tensor, value: torch.Tensor) -> bool:

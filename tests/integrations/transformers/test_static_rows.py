@@ -93,8 +93,20 @@ def _replace_keys(layer: Any) -> Any:
     return layer
 
 
+def _replace_counter(layer: Any) -> Any:
+    layer.cumulative_length = torch.tensor(1)
+    return layer
+
+
+def _replace_memory_of_counter(layer: Any) -> Any:
+    layer.cumulative_length.data = torch.tensor(2)
+    return layer
+
+
 CHANGES: dict[str, Change] = {
     "replaced": _replace_keys,
+    "another counter": _replace_counter,
+    "other memory of the counter": _replace_memory_of_counter,
     "copied": copy.deepcopy,
     "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
     "beams": lambda layer: layer.reorder_cache(torch.tensor([0])) or layer,
