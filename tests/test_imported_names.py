@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -114,9 +114,31 @@ def _modules(tree: ast.Module) -> dict[str, str]:
     return {name: path for name, path in paths.items() if path and _file(path) is not None}
 
 
+def _looped(tree: ast.Module, modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """Names that stand only for these modules in turn, in loops over tuples of them."""
+    found: dict[str, set[str]] = {}
+    stores = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and _stores(node)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.For) or not isinstance(node.iter, ast.Tuple):
+            continue
+        rows = [each.elts if isinstance(each, ast.Tuple) else [each] for each in node.iter.elts]
+        targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+        for target, values in zip(targets, zip(*rows, strict=False), strict=False):
+            names = {value.id for value in values if isinstance(value, ast.Name)}
+            if isinstance(target, ast.Name) and stores.count(target.id) == 1 and names:
+                if all(isinstance(value, ast.Name) for value in values) and names <= modules.keys():
+                    found[target.id] = {modules[name] for name in names}
+    return found
+
+
+def _stores(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
 def missing_attributes(file: Path) -> Iterator[str]:
     """Attributes of imported modules that these do not have, read or replaced by `setattr`."""
     modules = _modules(_tree(file))
+    looped = _looped(_tree(file), modules)
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             target = node.args[0] if node.args and node.func.attr in ("setattr", "patch") else None
@@ -135,12 +157,13 @@ def missing_attributes(file: Path) -> Iterator[str]:
             owner, name = node.args[0], node.args[1].value
         else:
             continue
-        if not isinstance(owner, ast.Name) or owner.id not in modules or name.startswith("__"):
+        if not isinstance(owner, ast.Name) or name.startswith("__"):
             continue
-        path = modules[owner.id]
-        names = _attributes(path)
-        if names is not None and name not in names and _file(f"{path}.{name}") is None:
-            yield f"{file.name}:{node.lineno}: {path} has no {name}"
+        paths = {modules[owner.id]} if owner.id in modules else looped.get(owner.id, set())
+        for path in sorted(paths):
+            names = _attributes(path)
+            if names is not None and name not in names and _file(f"{path}.{name}") is None:
+                yield f"{file.name}:{node.lineno}: {path} has no {name}"
 
 
 def _exists(name: str) -> bool:
@@ -203,11 +226,14 @@ def test_a_missing_attribute_is_found(tmp_path: Path) -> None:
         "patch.setattr(variables, 'missing', None)\n"
         "patch.setattr(variables, 'raw', None)\n"
         "mock.patch('attnlib.env.missing', None)\n"
+        "for module, number in ((errors, 1), (variables, 2)):\n"
+        "    patch.setattr(module, 'raw', number)\n"
     )
     assert list(missing_attributes(file)) == [
         "program.py:4: attnlib.env has no missing",
         "program.py:6: there is no attnlib.env.missing",
         "program.py:3: attnlib.errors has no NoSuchError",
+        "program.py:8: attnlib.errors has no raw",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`generate` of transformers on a GPU compiles no kernel after the first two tokens."""
+"""`generate` of transformers on a GPU compiles no kernel after the first three tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.gpu.devices import needs_gpu
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 NEW_TOKENS = 200
-WARM_TOKENS = 2
+WARM_TOKENS = 3
+"""The decode of the second token moves keys and values to buffers, that of the third is the first
+one that appends to them by a kernel."""
 GPT_OSS: dict[str, Any] = {
     "model": "GptOss",
     "num_hidden_layers": 4,
@@ -120,8 +122,8 @@ def test_layers_with_sinks_and_full_windows_are_launched_directly(
     mask = mask.to("cuda", torch.int64)
     ids = torch.randint(1, 512, mask.shape, device="cuda") * mask
     counts = []
-    for tokens in (8, 40):
+    for tokens in (8, 8, 40):  # layers of the second prompt look for the plan of its first layer
         looked_up.clear()
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
         counts.append(len(looked_up))
-    assert counts[1] <= counts[0], looked_up
+    assert counts[2] <= counts[1], looked_up
