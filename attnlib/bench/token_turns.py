@@ -116,7 +116,7 @@ class TokenTurns:
 
     def _pass_on(self) -> None:
         name = getattr(self._local, "name", None)
-        if name is not None and len(self._order) > 1:
+        if name is not None:
             self._end()
             self._turns[self._following(name)].release()
             self._begin()
