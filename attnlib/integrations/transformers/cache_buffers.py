@@ -135,6 +135,17 @@ class Buffers:
         self.token = token_of(*news, *buffers) if key_states.shape[2] == 1 else None
         return True
 
+    def prepare_next(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, place: int
+    ) -> None:
+        """Find, and compile where it was never launched, what appends a token like this one.
+
+        Args:
+            key_states, value_states: the states that the buffers have at `place`.
+        """
+        if self.take(key_states, value_states) and self.token is not None:
+            self.token.row.prepare(key_states, value_states, *self.targets, place)
+
     def show(self, layer: Any, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the layer the tokens before `end`, or those that its window keeps.
 

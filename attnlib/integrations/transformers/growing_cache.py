@@ -127,6 +127,7 @@ def _extended(
             return None
         moved, tokens = found, layer.keys.shape[2]
     _buffers[layer] = moved
+    moved.prepare_next(key_states, value_states, tokens)
     return moved.show(layer, tokens + key_states.shape[2])
 
 

@@ -52,6 +52,9 @@ class RowCopy:
             ((*x.shape[:2], 1, x.shape[3]), x.stride(), x.stride(2)) for x in (keys, values)
         )
 
+    def prepare(self, *token: torch.Tensor | int) -> None:
+        """Nothing is compiled."""
+
     def run(
         self,
         key: torch.Tensor,

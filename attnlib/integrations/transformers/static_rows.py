@@ -34,7 +34,7 @@ class _Rows:
         self._keys, self._values = layer.keys, layer.values
         self._row = RowCopy(self._keys, self._values)
         self._fits: Callable[..., bool] | None = None
-        # The memory of the counter of tokens: operations of torch on it take a third of the time.
+        # The memory of the counter of tokens: operations of torch on it took 5 of 29 us.
         self._count: Any = None
         self._address = 0
 

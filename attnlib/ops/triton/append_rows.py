@@ -61,6 +61,14 @@ class RowAppend:
         self._submit: Callable[..., None] | None = None
         self._stream: Callable[[int], int] = current_stream
 
+    def prepare(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position: int
+    ) -> None:
+        """Compile the kernel, by writing a token that the buffers have at `position`; nothing where
+        it can be launched directly. Arguments as of `run`."""
+        if not self._launch.is_direct:
+            self.run(key, value, keys, values, position)
+
     def run(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position: int) -> None:
         """Write a token on the current stream.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from attnlib.integrations.transformers import cache_buffers, growing_cache
+from attnlib.integrations.transformers import cache_buffers, growing_cache, row_copy
 from tests.integrations.tiny_models import decoder, generated, padded, prompts, run
 from tests.integrations.transformers.test_repeated import MODELS, randomized
 from tests.integrations.transformers.test_state_mixers import built
@@ -174,6 +174,34 @@ def test_the_first_token_after_a_prompt_moves_the_layers(made: list[int]) -> Non
     decoded(model, cache, [7])
     assert made == [9] * model.config.num_hidden_layers
     assert cache_buffers.capacity_of(cache.layers[0].keys, cache.layers[0].values) is not None
+
+
+@torch.no_grad()
+def test_what_appends_the_next_token_is_prepared_with_the_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The token that moves a layer compiles what later ones launch, over its own place."""
+    events: list[tuple[str, int]] = []
+    run = row_copy.RowCopy.run
+
+    def prepared(self: Any, key: Any, value: Any, keys: Any, values: Any, place: int) -> None:
+        assert torch.equal(keys[:, :, place : place + 1], key)
+        assert torch.equal(values[:, :, place : place + 1], value)
+        events.append(("prepared", place))
+
+    def counted(self: Any, *token: Any) -> None:
+        events.append(("appended", token[-1]))
+        run(self, *token)
+
+    monkeypatch.setattr(row_copy.RowCopy, "prepare", prepared)
+    monkeypatch.setattr(row_copy.RowCopy, "run", counted)
+    model = randomized(MODELS["llama"]())
+    model.set_attn_implementation("attnlib")
+    cache = started(model).past_key_values
+    decoded(model, cache, [7, 8, 9, 10, 11])  # buffers of three more tokens
+    layers = model.config.num_hidden_layers
+    steps = [("prepared", 5), *(("appended", place) for place in (6, 7, 8)), ("prepared", 9)]
+    assert events == [event for event in steps for _ in range(layers)]
 
 
 def _snapshot(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

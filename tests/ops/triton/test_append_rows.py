@@ -7,6 +7,7 @@ import torch
 
 from attnlib.errors import ContractError
 from attnlib.ops.triton.append_rows import RowAppend
+from attnlib.ops.triton.launch.bound import BoundLaunch
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (40, 24), (20, 20)])
@@ -33,6 +34,20 @@ def test_only_the_row_of_the_token_changes(
     for position in (0, 7, 49):
         append.run(key, value, *others, position)
     assert all(torch.equal(a, b) for a, b in zip(others, expected, strict=True))
+
+
+def test_a_token_that_is_there_is_written_until_launches_are_direct(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the token after it compiles nothing."""
+    new = torch.ones(1, 2, 1, 16, device=device)
+    buffers = torch.zeros(2, 1, 2, 8, 16, device=device)
+    append = RowAppend(new, new, *buffers)
+    append.prepare(new, new, *buffers, 5)
+    assert (buffers[..., 5, :] == 1).all() and buffers.sum() == 2 * 2 * 16
+    monkeypatch.setattr(BoundLaunch, "is_direct", True)
+    monkeypatch.setattr(RowAppend, "run", lambda *_: pytest.fail("launched again"))
+    append.prepare(new, new, *buffers, 6)
 
 
 @pytest.mark.parametrize(
