@@ -13,6 +13,7 @@ from attnlib.cache.sequence_blocks import as_sequence
 from attnlib.errors import ContractError
 from attnlib.metadata.base import AttentionMetadataBuilder
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.lengths import TableLike, table_and_slots
 from attnlib.metadata.states import StateMetadata
 from attnlib.ops.addresses import as_count, as_ids
 
@@ -64,12 +65,11 @@ def group_batches(
     """
     sequences, query_lens = _checked(allocator, sequences, query_lens)
     ends = [one.num_computed + new for one, new in zip(sequences, query_lens, strict=True)]
+    batch = CommonAttentionMetadata.from_lengths(query_lens, ends, device=device)
     batches: dict[str, GroupBatch] = {}
     for name, table in allocator.block_tables(sequences).items():
-        size = allocator.groups[name].layer_spec.block_size
-        batches[name] = CommonAttentionMetadata.from_lengths(query_lens, ends, table, size, device)
+        batches[name] = _with_table(batch, table, allocator.groups[name].layer_spec.block_size)
     for name, layers in allocator.state_slots(sequences).items():
-        batch = CommonAttentionMetadata.from_lengths(query_lens, ends, device=device)
         # Rows of each layer at multiples of 16 bytes, as launches without checks need them.
         padding = [-1] * (-len(sequences) % 4)
         rows = [[[*each.slots, *padding], [*each.sources, *padding]] for each in layers]
@@ -84,6 +84,19 @@ def group_batches(
             None if own else sources.unbind(0),
         )
     return batches
+
+
+def _with_table(
+    batch: CommonAttentionMetadata, table: TableLike, block_size: int
+) -> CommonAttentionMetadata:
+    """A batch without blocks, over those of a table."""
+    starts, sequences = batch.query_start_loc_cpu, batch.seq_lens_cpu
+    assert starts is not None and sequences is not None  # of `from_lengths`
+    device = batch.seq_lens.device
+    blocks, slots = table_and_slots(
+        table, starts, batch.query_lens_cpu, sequences, block_size, device, write=True
+    )
+    return replace(batch, block_table_tensor=blocks, slot_mapping=slots, block_size=block_size)
 
 
 def _checked(

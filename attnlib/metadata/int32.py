@@ -28,8 +28,9 @@ def int32_values(name: str, values: Any, rule: str) -> torch.Tensor:
         raise ContractError(f"{name} is {given.dtype}; it must hold integers", rule=rule)
     if given.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares none of them
         given = torch.tensor(given.tolist(), dtype=torch.int64, device="cpu")
-    wrong = (given < INT32.min) | (given > INT32.max)
-    if bool(wrong.any()):
+    least, largest = given.aminmax()
+    if int(least) < INT32.min or int(largest) > INT32.max:
+        wrong = (given < INT32.min) | (given > INT32.max)
         place = "".join(f"[{index}]" for index in wrong.nonzero()[0].tolist())
         raise ContractError(
             f"{name}{place}={int(given[wrong][0])} does not fit int32 (at most {INT32.max})",

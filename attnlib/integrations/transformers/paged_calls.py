@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ __all__ = [
     "cache_of_step",
     "check_states",
     "keep_update",
+    "one_row",
     "paged_forward",
     "refuse_plain_call",
 ]
@@ -99,6 +100,16 @@ def paged_forward(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         LOCAL.model = before
+
+
+def one_row(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`find_packed_sequence_indices` of transformers, which reads the positions of a forward on the
+    host to find where sequences begin: the arguments of a paged step tell it."""
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> Any:
+        return None if getattr(LOCAL, "model", None) is not None else original(position_ids)
+
+    return find_packed_sequence_indices
 
 
 def check_states(call: Call) -> None:

@@ -19,6 +19,7 @@ from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import Group, HybridKVCache
 from attnlib.cache.storage import PagedKVCache
 from attnlib.integrations.transformers.discovery import create_layers, discover
+from attnlib.integrations.transformers.experts import sized_experts
 from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.paged_batches import StepBatch, check_tokens, one_batch
@@ -156,7 +157,12 @@ class PagedModel:
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         try:
-            with unexpanded(self.latents.modules), self.states.attached(), by_distance(model):
+            with (
+                unexpanded(self.latents.modules),
+                self.states.attached(),
+                by_distance(model),
+                sized_experts(model),
+            ):
                 yield
         finally:
             model.set_attn_implementation(before)

@@ -1,8 +1,9 @@
 """Register the name `attnlib` with transformers, and unregister it.
 
 Two public registries take the attention function and the mask function. What has no public hook is
-replaced: how caches take tokens and where a static cache is (`cache_seams`), and parts of
-continuous batching (`continuous_seams`). `unregister` restores everything.
+replaced: how caches take tokens and where a static cache is (`cache_seams`), parts of continuous
+batching (`continuous_seams`), and the search for sequences in a row (`one_row`). `unregister`
+restores everything.
 """
 
 from __future__ import annotations
@@ -57,11 +58,16 @@ def unregister() -> None:
 
 def _patch() -> None:
     """Replace what has no public hook."""
+    from transformers import masking_utils
+
     from attnlib.integrations.transformers.cache_seams import cache_seams
     from attnlib.integrations.transformers.continuous_seams import seams
+    from attnlib.integrations.transformers.paged_calls import one_row
 
     for owner, name, make in (*cache_seams(), *seams()):
         _replace(owner, name, make)
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        _replace(masking_utils, "find_packed_sequence_indices", one_row)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -14,11 +14,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     cache_utils,
+    masking_utils,
 )
 
 import attnlib.integrations.transformers as integration
+from attnlib.integrations.transformers.paged_model import PagedModel
+from attnlib.metadata.common import CommonAttentionMetadata
 from tests.fresh_process import run_program
 from tests.integrations.tiny_models import decoder, prompts
+from tests.integrations.transformers.host_reads import HostReads
 
 MODULES = [
     importlib.import_module(f"transformers.generation.continuous_batching.{name}")
@@ -42,6 +46,7 @@ def state() -> dict[str, Any]:
         (cache_utils.StaticCache, "__init__"),
         (cache_utils.StaticLayer, "lazy_initialization"),
         (cache_utils.LinearAttentionLayer, "lazy_initialization"),
+        (masking_utils, "find_packed_sequence_indices"),
     ):
         found[f"{owner.__name__}.{name}"] = getattr(owner, name)
     for interface in (AttentionInterface, AttentionMaskInterface):
@@ -73,6 +78,7 @@ def test_unregister_undoes_register() -> None:
         "update",
         "__init__",
         "lazy_initialization",
+        "find_packed_sequence_indices",
     }
     assert {key.rsplit(".", 1)[1] for key in changed} <= names
 
@@ -156,3 +162,16 @@ def test_an_unknown_cache_stays_as_it_is(
     assert "DynamicSlidingWindowLayer.update(" in message or "StaticLayer.lazy_init" in message
     assert "5.17 to 5.24" in message
     assert cache_utils.DynamicLayer.update is not caches
+
+
+def test_a_paged_step_reads_no_positions() -> None:
+    """transformers would look for packed sequences in them, which waits for a GPU."""
+    paged = PagedModel(decoder("llama"), num_blocks=4, block_size=4, backend="torch")
+    ids, positions = torch.arange(2, 7), torch.tensor([0, 1, 2, 0, 1])
+    batch = CommonAttentionMetadata.from_lengths([3, 2], [3, 2], [[1], [2]], 4, "cpu")
+    with paged.attached(), HostReads() as reads:
+        reads.follow(ids)
+        reads.follow(positions)
+        paged.step(ids, positions, batch)
+    assert reads.reads == []
+    assert masking_utils.find_packed_sequence_indices(positions[None]) is not None
