@@ -22,6 +22,8 @@ _PACKAGES = (
     "vllm",
     "sgl-kernel",
     "flashinfer-python",
+    "flash-linear-attention",
+    "transformers",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
@@ -84,7 +85,7 @@ class KVCacheGroup:
         elements = spec.head_size if spec.use_mla else spec.head_size + spec.head_size_v
         return self.num_layers * spec.num_kv_heads * elements * spec.kv_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def layer_spec(self) -> AttentionSpec:
         """The spec of its layers, whose blocks are pages."""
         return self.spec.replace(block_size=self.page_size or self.block_size)

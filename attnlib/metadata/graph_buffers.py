@@ -90,8 +90,8 @@ class GraphBuffers:
         self._seq_lens[:reqs].copy_(common.seq_lens, non_blocking=True)
         self._seq_lens[reqs:padded_num_reqs].fill_(0)
         if common.block_table_tensor is not None:
-            width = common.block_table_tensor.shape[1]
-            self._block_table[:reqs, :width].copy_(common.block_table_tensor, non_blocking=True)
+            table = common.block_table_tensor[:, : self._block_table.shape[1]]
+            self._block_table[:reqs, : table.shape[1]].copy_(table, non_blocking=True)
         self._slot_mapping[:tokens].fill_(-1)
         if common.slot_mapping is not None:
             slots = common.slot_mapping[: common.num_actual_tokens]

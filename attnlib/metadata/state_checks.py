@@ -9,6 +9,7 @@ import torch
 from attnlib.errors import ContractError
 from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
+from attnlib.metadata.graph_buffers import block_size_of
 from attnlib.ops.addresses import as_count
 from attnlib.workspace import BatchLimits
 
@@ -60,10 +61,12 @@ def check_fits(
                 rule="M10",
             )
     width = 0 if common.block_table_tensor is None else common.block_table_tensor.shape[1]
+    # A table may be wider than its sequences, as those of pools are.
+    width = min(width, -(-common.max_seq_len // block_size_of(state.builder.spec)))
     if width > state.max_blocks:
         raise ContractError(
-            f"block_table has {width} columns, the captured one has {state.max_blocks}: "
-            "raise max_seq_len in the limits",
+            f"max_seq_len={common.max_seq_len} needs {width} columns of block_table, the captured "
+            f"one has {state.max_blocks}: raise max_seq_len in the limits, or max_blocks",
             rule="P3",
         )
     if common.max_seq_len > state.limits.max_seq_len:

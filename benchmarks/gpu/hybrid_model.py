@@ -9,7 +9,8 @@ Then, in bfloat16, random prompts of equal length are continued greedily by the 
 pool of keys and states, and by `generate` with sdpa attention and the state layers of
 flash-linear-attention, where it is installed. They take turns; the median of `--rounds` runs is
 reported after one run of each, which compiles. In a row with a prefix, all prompts have their
-first tokens in common, of which the engine reuses what `reused` says.
+first tokens in common, of which the engine reuses what `reused` says. The engine decodes in CUDA
+graphs, as the demo; `eager` is the engine without them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from attnlib.cli.demo.result import check_tokens
 from attnlib.cli.demo.scheduler import Request, Scheduler, most_blocks
 from attnlib.cli.demo.serve import blocks_of, serve
 from attnlib.integrations.transformers.paged_model import PagedModel
+from attnlib.workspace import BatchLimits
 from benchmarks.gpu import rows
 
 SIZES: dict[str, Any] = {
@@ -99,14 +100,21 @@ class Engine:
         reused: prompt tokens of the last run that came from another request.
     """
 
-    def __init__(self, model: Any, row: Row, budget: int) -> None:
+    def __init__(self, model: Any, row: Row, budget: int, cuda_graphs: bool = True) -> None:
         self.row, self.budget, self.reused = row, budget, 0
         requests = self._requests(model)
         smallest = blocks_of(PagedModel(model, num_blocks=2, hybrid=True))
         checkpoints = len(requests) if row.common else 0  # a state of each prompt, and its prefix
         needed = sum(most_blocks(smallest, request) for request in requests)
         states = most_blocks(smallest, requests[0])
-        self.paged = PagedModel(model, num_blocks=1 + needed + checkpoints * states, hybrid=True)
+        longest = row.prompt + row.tokens
+        self.paged = PagedModel(
+            model, num_blocks=1 + needed + checkpoints * states, hybrid=True,
+            cuda_graphs=cuda_graphs,
+            limits=BatchLimits(
+                max_num_reqs=len(requests), max_num_tokens=budget, max_seq_len=longest
+            ),
+        )  # fmt: skip
 
     def _requests(self, model: Any) -> list[Request]:
         prompts = self.row.prompts(model.config.vocab_size)
@@ -152,7 +160,10 @@ def check_float32(device: str, sizes: dict[str, Any]) -> dict[str, Any]:
     requests = [Request(n, prompt, 16) for n, prompt in enumerate(prompts)]
     smallest = blocks_of(PagedModel(model, num_blocks=2, hybrid=True))
     num_blocks = 1 + sum(most_blocks(smallest, request) for request in requests)
-    paged = PagedModel(model, num_blocks=num_blocks, hybrid=True)
+    limits = BatchLimits(max_num_reqs=4, max_num_tokens=256, max_seq_len=316)
+    paged = PagedModel(
+        model, num_blocks=num_blocks, hybrid=True, limits=limits, cuda_graphs=device == "cuda"
+    )
     served = serve(paged, Scheduler(blocks_of(paged), 256, 4), requests)
     with torch_states():
         result = check_tokens(model, requests, served.logits)
@@ -161,6 +172,7 @@ def check_float32(device: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "identical": result.identical,
         "largest_error": result.largest_error,
         "passed": result.passed,
+        "graphs": [] if paged.graphs is None else paged.graphs.captured,
         "backends": sorted({layer.backend.get_name() for layer in paged.all_layers()}),
     }
 
@@ -184,9 +196,11 @@ def torch_states() -> Iterator[None]:
 
 
 def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict[str, Any]:
-    """Tokens per second of both in one row."""
-    engine = Engine(model, row, budget)
-    runs = {"attnlib": engine.run, "transformers": lambda: run_generate(model, row)}
+    """Tokens per second of all in one row."""
+    engine, eager = (Engine(model, row, budget, cuda_graphs=wanted) for wanted in (True, False))
+    runs = {
+        "attnlib": engine.run, "eager": eager.run, "transformers": lambda: run_generate(model, row)
+    }  # fmt: skip
     first = {name: timed(run, device) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -197,6 +211,8 @@ def measure(model: Any, row: Row, rounds: int, budget: int, device: str) -> dict
     return {
         "tokens_per_second": rates,
         "ratio": rates["attnlib"] / rates["transformers"],
+        "ratio_eager": rates["eager"] / rates["transformers"],
+        "graphs": [] if engine.paged.graphs is None else engine.paged.graphs.captured,
         "seconds": seconds,
         "first_seconds": first,
         "reused": engine.reused,
@@ -221,14 +237,7 @@ class Session:
             found = check_float32(self.device, self.sizes)
         else:
             found = measure(self.model, ROWS[name], self.rounds, self.budget, self.device)
-        return {**found, "sizes": self.sizes, "fla": _version("flash-linear-attention")}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+        return {**found, "sizes": self.sizes}
 
 
 def main() -> int:

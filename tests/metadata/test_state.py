@@ -133,7 +133,7 @@ def test_builders_declare_the_capability_of_their_backend(backend: str) -> None:
     [
         ([1, 1, 1], [3, 3, 3], 2, "3 requests of up to 1 tokens do not fit a graph captured for 2"),
         ([2], [3], 2, "up to 2 tokens do not fit"),
-        ([1], [60], 2, "block_table has 15 columns, the captured one has 8"),
+        ([1], [60], 2, "max_seq_len=60 needs 15 columns of block_table, .* one has 8"),
         ([1], [3], 9, "9 requests of 1 tokens exceed the limits"),
     ],
 )
@@ -213,3 +213,12 @@ def test_objects_of_other_types_are_refused() -> None:
             state.begin_forward(*given)
     with pytest.raises(ContractError, match="batch_size .*is a NoneType"):
         state.graph_clone(None)
+
+
+def test_a_table_may_be_wider_than_its_sequences() -> None:
+    """P3: as those of a pool, whose blocks hold many pages of a layer."""
+    state = AttentionState(TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS), LIMITS)
+    rows = [list(range(1, 16)), list(range(16, 31))]
+    common = CommonAttentionMetadata.from_lengths([1, 1], [9, 32], rows, SPEC.block_size, "cpu")
+    padded = state.begin_forward(common, 3)
+    assert padded.block_table_tensor[:2].tolist() == [row[:8] for row in rows]

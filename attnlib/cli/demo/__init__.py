@@ -5,7 +5,8 @@ scheduler   continuous batching: chunked prefill, prefix reuse, preemption
 serve       the loop: schedule, build, run, sample
 result      comparison with the model's own eager attention
 view        output as text and as JSON
-main        options and exit status
+options     the command line
+main        the run and its exit status
 """
 
 from attnlib.cli.demo.main import main

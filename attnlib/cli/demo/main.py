@@ -1,4 +1,4 @@
-"""The command `attnlib demo`: options, the run, and the exit status."""
+"""The command `attnlib demo`: the run and its exit status."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnlib import env, example_model
-from attnlib.cli.arguments import CommandParser, add_device_flag, count, model_dtype, seed
+from attnlib.cli.demo.options import parser
 from attnlib.cli.hf_config import specs_from_config
 from attnlib.device import resolve_device
 from attnlib.selection import explain
 from attnlib.selection.current import current_request
+from attnlib.workspace import BatchLimits
 
 if TYPE_CHECKING:
     from attnlib.cache.hybrid_allocator import HybridBlockAllocator
@@ -62,8 +63,13 @@ def _demo(options: argparse.Namespace, device: torch.device) -> int:
     dtype = options.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     demo_model = load_model(options.model, device, dtype, seed=options.seed, tiny=options.tiny)
     requests = _requests(demo_model, options)
-    paged = _paged(demo_model, requests, options)
     budget = options.token_budget or (48 if options.tiny else 128)
+    limits = BatchLimits(
+        max_num_reqs=options.max_num_reqs,
+        max_num_tokens=budget,
+        max_seq_len=max(len(one.prompt) + one.max_new_tokens for one in requests),
+    )
+    paged = _paged(demo_model, requests, limits, options)
     scheduler = Scheduler(blocks_of(paged), budget, options.max_num_reqs)
     if not options.json:
         _introduce(demo_model, requests, paged, options, device)
@@ -123,9 +129,13 @@ def _requests(demo_model: DemoModel, options: argparse.Namespace) -> list[Reques
 
 
 def _paged(
-    demo_model: DemoModel, requests: list[Request], options: argparse.Namespace
+    demo_model: DemoModel,
+    requests: list[Request],
+    limits: BatchLimits,
+    options: argparse.Namespace,
 ) -> PagedModel:
-    """The model over its caches; one with states over a pool of keys and states."""
+    """The model over its caches; one with states over a pool of keys and states. On a GPU its
+    decodes run in CUDA graphs."""
     from attnlib.cli.demo.serve import blocks_of
     from attnlib.integrations.transformers.paged_model import PagedModel
 
@@ -137,7 +147,8 @@ def _paged(
     if hybrid:
         smallest = make(num_blocks=2, hybrid=True)
     num_blocks = options.num_blocks or _tight_cache(requests, blocks_of(smallest))
-    return make(num_blocks=num_blocks, hybrid=hybrid)
+    graphs = demo_model.model.device.type == "cuda"
+    return make(num_blocks=num_blocks, hybrid=hybrid, limits=limits, cuda_graphs=graphs)
 
 
 def _tight_cache(requests: list[Request], allocator: PlainBlocks | HybridBlockAllocator) -> int:
@@ -184,63 +195,3 @@ def _interpret_if_requested(name: str, device: torch.device) -> None:
             "--tiny shortens the run",
             file=sys.stderr,
         )
-
-
-def parser() -> CommandParser:
-    """The arguments of `attnlib demo`."""
-    made = CommandParser(
-        prog="attnlib demo",
-        description="Serve a batch of prompts with a transformers model whose layers attend over "
-        "one paged cache: requests start and end at different steps, share prefixes, and are "
-        "preempted if the cache is full. Then compare tokens and logits with the model's own eager "
-        "attention. Exit status: 0 if they agree, 1 if not, 2 if the demo cannot run.",
-        epilog=f"The default model is {example_model.NAME} if attnlib[model] is installed (terms "
-        f"of use: {example_model.TERMS}), else a small decoder with random weights, which writes "
-        "no text.",
-    )
-    made.add_argument(
-        "--model",
-        help="folder or name of a causal language model, or `seeded`: the small decoder",
-    )
-    made.add_argument("--backend", metavar="REQUEST", help="as ATTNLIB_BACKEND (default: auto)")
-    add_device_flag(made)
-    made.add_argument(
-        "--dtype",
-        type=model_dtype,
-        help="bfloat16, float16 or float32 (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
-    _add_sizes(made)
-    made.add_argument(
-        "--seed", type=seed, default=0, help="seed of the weights of the small decoder (default 0)"
-    )
-    made.add_argument(
-        "--tiny", action="store_true", help="a very small model and three short prompts"
-    )
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
-
-
-def _add_sizes(made: CommandParser) -> None:
-    """Add the sizes of the batch and of the cache."""
-    sizes = made.add_argument_group("sizes")
-    for flag, default, about in (
-        ("--requests", None, "number of prompts (default 12; 3 with --tiny)"),
-        (
-            "--max-new-tokens",
-            None,
-            "most tokens to generate for each prompt (default 24; 4 with --tiny)",
-        ),
-        ("--block-size", 16, "tokens in one cache block (default 16)"),
-        (
-            "--num-blocks",
-            None,
-            "blocks in the cache (default: 2/5 of what the prompts need; 4/5 with states)",
-        ),
-        (
-            "--token-budget",
-            None,
-            "maximum number of tokens in one step (default 128; 48 with --tiny)",
-        ),
-        ("--max-num-reqs", 64, "maximum number of requests in one step (default 64)"),
-    ):
-        sizes.add_argument(flag, type=count, default=default, metavar="N", help=about)

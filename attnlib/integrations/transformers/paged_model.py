@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,27 +18,23 @@ from torch import nn
 from attnlib.backends.base import AttentionBackend
 from attnlib.cache.hybrid import Group, HybridKVCache
 from attnlib.cache.storage import PagedKVCache
+from attnlib.integrations.transformers.decode_graphs import DecodeGraphs
 from attnlib.integrations.transformers.discovery import create_layers, discover
 from attnlib.integrations.transformers.experts import sized_experts
 from attnlib.integrations.transformers.latents import unexpanded
 from attnlib.integrations.transformers.mixer_layers import MixerLayers
 from attnlib.integrations.transformers.paged_batches import StepBatch, check_tokens, one_batch
-from attnlib.integrations.transformers.paged_calls import paged_forward
+from attnlib.integrations.transformers.paged_forward import run_step
 from attnlib.integrations.transformers.paged_latents import LatentLayers
 from attnlib.integrations.transformers.paged_layers import PagedLayers
 from attnlib.integrations.transformers.paged_refusals import (
     check_model,
     refuse_model,
     shares_keys,
-    unreached_layers,
 )
 from attnlib.integrations.transformers.paged_step import PagedStep, attend
 from attnlib.integrations.transformers.registration import NAME, register
-from attnlib.integrations.transformers.shared_layers import (
-    computed_for,
-    needed_rows,
-    shared_suffix,
-)
+from attnlib.integrations.transformers.shared_layers import shared_suffix
 from attnlib.integrations.transformers.state_mixers import StateMixers
 from attnlib.integrations.transformers.token_terms import by_distance
 from attnlib.kv_rotation import KVRotation
@@ -77,10 +73,14 @@ class PagedModel:
         num_slots: without a pool, requests whose recurrent states are held at once. Batches of
             models with state layers name the slot of each request (`state_slots`).
         max_rollback: tokens of the last step that the next one may take back (T10).
+        cuda_graphs: decodes on a GPU run in CUDA graphs, which read the weights where they are.
+            Needs `limits`, and backends that can be captured.
 
     Attributes:
         attention: the layers, caches and builders of its attention modules.
         latents, states: the modules that cache latents; the mixers of state layers.
+        graphs: those of decodes, or None.
+        shares, shared_layers: whether layers read the keys of earlier ones, and the last of these.
 
     Raises:
         UnsupportedConfigError: `latents` is True and no module has latents that the backend
@@ -105,6 +105,7 @@ class PagedModel:
         hybrid: bool = False,
         num_slots: int = 16,
         max_rollback: int = 0,
+        cuda_graphs: bool = False,
     ) -> None:
         check_model(model)
         self.states = StateMixers(model, MixerLayers(num_slots, max_rollback, backend, hybrid))
@@ -114,11 +115,12 @@ class PagedModel:
         formats = (kv_cache_dtype, value_cache_dtype, kv_rotation)
         self.attention = PagedLayers(num_blocks, block_size, backend, formats, limits)
         self.hybrid = hybrid
-        self._shared_layers: list[nn.Module] = []
+        self.shared_layers: list[nn.Module] = []
         # The lazy creation of layers knows neither groups nor who shares keys.
-        self._shares = any(map(shares_keys, model.modules()))
-        self._is_prepared = not hybrid and not self._shares
+        self.shares = any(map(shares_keys, model.modules()))
+        self._is_prepared = not hybrid and not self.shares
         self.latents = LatentLayers(self, model.modules(), latents)
+        self.graphs = DecodeGraphs(self, limits) if cuda_graphs else None
 
     @property
     def pool(self) -> HybridKVCache | None:
@@ -191,7 +193,7 @@ class PagedModel:
         found, layers = discover(self), self.attention
         layers.by_module, layers.groups, layers.pool = create_layers(self, found)
         shared = {one.module for one in found if one.producer is not None}
-        self._shared_layers = shared_suffix(self.model, [one.module for one in found], shared)
+        self.shared_layers = shared_suffix(self.model, [one.module for one in found], shared)
         self._is_prepared = True
 
     @torch.no_grad()
@@ -224,32 +226,11 @@ class PagedModel:
         self.prepare()
         one = one_batch(batch, self.groups if self.hybrid else None)
         check_tokens(one, input_ids, position_ids, rows)
-        model, device, needed = self.model, input_ids.device, None
-        if self._shares and rows is None:
-            # Gemma 4 would replace the mask by a slice of it if it got no tensor.
-            rows = torch.arange(input_ids.shape[0], device="cpu")
-        elif self._shared_layers and rows is not None:
-            needed = needed_rows(one, rows, device)
-        if needed is not None:  # Gemma 4 selects no rows of a part, so `kept` is applied below
-            rows = torch.arange(needed.rows.shape[0], device="cpu")
-        selected = {} if rows is None else {"logits_to_keep": rows.to(device)}
-        step = PagedStep(self, batch, needed, position_ids)
-        fewer: Any = nullcontext()
-        if needed is not None:
-            fewer = computed_for(self._shared_layers, needed.rows, input_ids.shape[0])
-        with paged_forward(self.model), fewer, self.states.running(step):
-            out = model(
-                input_ids=input_ids[None],
-                position_ids=position_ids[None],
-                use_cache=False,
-                attnlib_step=step,
-                **selected,
-            )
-        known = {*self.attention.by_module, *self.states.modules}
-        if not step.reached or step.reached != known:
-            raise unreached_layers(self.model, len(step.reached), len(known))
-        logits: torch.Tensor = out.logits[0]
-        return logits if needed is None else logits[needed.kept]
+        if self.graphs is not None:
+            logits = self.graphs.logits(input_ids, position_ids, batch, one)
+            if logits is not None:
+                return logits if rows is None else logits[rows.to(logits.device)]
+        return run_step(self, input_ids, position_ids, batch, one, rows)
 
     def builder_of(self, layer: Attention) -> AttentionMetadataBuilder[Any]:
         """The metadata builder that all layers of one spec and backend share."""

@@ -10,6 +10,7 @@ import transformers
 from transformers.integrations.moe import ExpertsInterface
 
 from attnlib.integrations.transformers import devices, experts
+from attnlib.integrations.transformers.paged_calls import LOCAL
 from attnlib.integrations.transformers.paged_model import PagedModel
 from attnlib.metadata.common import CommonAttentionMetadata
 
@@ -66,6 +67,12 @@ def test_calls_on_a_gpu_choose_by_their_size(
         found = _step(PagedModel(model, num_blocks=8, block_size=4, backend="torch"), tokens)
         assert called == [way] * 2
         assert torch.allclose(found, expected[:tokens], atol=1e-5)
+    monkeypatch.setattr(experts, "COPIED_IN_GRAPH", largest // 3)
+    monkeypatch.setattr(LOCAL, "in_graph", True, raising=False)
+    for tokens, way in ((1, "batched_mm"), (2, "grouped_mm")):
+        called.clear()
+        _step(PagedModel(model, num_blocks=8, block_size=4, backend="torch"), tokens)
+        assert called == [way] * 2
     assert model.get_experts_implementation() == before
 
 
