@@ -15,9 +15,10 @@ packed rows), `mask_kinds` and `step_batches` how a mask is served.
 `selected` and `two_streams` are the ways to compute attention. `pages` and `storage` view the
 memory of transformers as a paged cache, `layers` and `batch_plan` hold what belongs to a module and
 to a step. `paged_model` runs a model over attnlib's own paged caches: `discovery` finds its layers,
-`paged_layers` holds them, `paged_step` is one step, `paged_latents` holds layers over latents, and
-`shared_layers` selects the tokens for layers without keys of their own. Requires transformers 5.17
-or later.
+`paged_layers` holds them, `paged_step` is one step, `paged_forward` its forward, `paged_latents`
+holds layers over latents, `shared_layers` selects the tokens for layers without keys of their own,
+`decode_graphs` captures decodes over `decode_buffers`, and `experts` chooses how experts are
+computed. Requires transformers 5.17 or later.
 """
 
 from __future__ import annotations
