@@ -115,7 +115,7 @@ _VLLM = {
     "second model runner": _both(f"{_RUNS}::test_tokens_by_the_second_model_runner"),
     "CUDA graphs": (
         f"{_RESULTS}/vllm_tokens.txt",
-        f"{_ADAPTER}::test_bound_of_captured_queries",
+        f"{_RESULTS}/vllm_033_tokens.txt",
     ),
     "batch invariance": _both(
         f"{_SCHEDULING}::test_batch_invariant_layers_give_a_request_its_bits_in_any_batch"

@@ -86,7 +86,8 @@ def test_a_model_that_waits_for_the_gpu_runs_without(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "attnlib"):
         captured, found = tokens(model, cuda_graphs=True, hybrid=False)
     assert captured == [] and found == expected * 2
-    assert [one.getMessage().count("the capture failed") for one in caplog.records] == [1]
+    messages = [one.getMessage() for one in caplog.records]
+    assert messages and all("the capture failed" in one for one in messages)
 
 
 def test_layers_that_share_keys_run_without() -> None:

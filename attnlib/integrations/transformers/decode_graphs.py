@@ -60,7 +60,7 @@ class DecodeGraphs:
         self._seen: set[int] = set()
         self._graphs: dict[int, _Graph] = {}
         self._buffers: DecodeBuffers | None = None
-        self._failed = False
+        self._failed: set[int] = set()
 
     @property
     def captured(self) -> list[int]:
@@ -80,9 +80,11 @@ class DecodeGraphs:
             input_ids, position_ids, batch: as in `PagedModel.step`.
             one: a batch with the lengths of the step.
         """
-        if self._failed or not self._is_served(input_ids, batch, one):
+        if not self._is_served(input_ids, batch, one):
             return None
         size = next(size for size in self.sizes if size >= one.num_reqs)
+        if size in self._failed:
+            return None
         if size not in self._graphs:
             if size not in self._seen:
                 self._seen.add(size)
@@ -92,11 +94,11 @@ class DecodeGraphs:
             try:
                 self._graphs[size] = _Graph(self._buffers, size)
             except Exception as error:
-                self._failed = True
+                self._failed.add(size)
                 logger.warning(
-                    "%s: decodes run without CUDA graphs, because the capture failed: %s",
-                    type(self._paged.model).__name__,
-                    error,
+                    "%s: decodes of %s requests run without a CUDA graph, because the capture "
+                    "failed: %s",
+                    *(type(self._paged.model).__name__, size, error),
                 )
                 return None
         return self._graphs[size].replay(input_ids, position_ids, batch)

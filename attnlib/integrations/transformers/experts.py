@@ -65,7 +65,9 @@ def _experts(
     held: Any = module
     first = held.gate_up_proj if held.has_gate else held.up_proj
     copied = experts.numel() * (first.nbytes // first.shape[0])
-    most = COPIED_IN_GRAPH if getattr(LOCAL, "in_graph", False) else COPIED_BYTES
+    # The host loops over grouped products of other dtypes, which a graph cannot contain.
+    in_graph = getattr(LOCAL, "in_graph", False) and first.dtype == torch.bfloat16
+    most = COPIED_IN_GRAPH if in_graph else COPIED_BYTES
     name = _BATCHED if copied <= most else _GROUPED
     found: torch.Tensor = ALL_EXPERTS_FUNCTIONS[name](module, hidden, experts, weights)
     return found

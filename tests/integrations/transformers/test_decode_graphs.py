@@ -127,17 +127,25 @@ def test_what_a_graph_would_not_see_runs_without(
 def test_a_capture_that_fails_is_reported_once(
     replays: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decodes then run as without graphs."""
+    """Decodes of its size then run as without graphs."""
     expected = served(paged_model(decoder("llama"), cuda_graphs=False), (5, 4), (6, 6))
 
     def failing(*arguments: Any) -> Any:
         raise RuntimeError("the model waits for the GPU")
 
+    captures = decode_graphs.capture
     monkeypatch.setattr(decode_graphs, "capture", failing)
+    paged = paged_model(decoder("llama"))
     with caplog.at_level(logging.WARNING, "attnlib"):
-        assert served(paged_model(decoder("llama")), (5, 4), (6, 6)) == expected
+        assert served(paged, (5, 4), (6, 6)) == expected
     (message,) = (one.getMessage() for one in caplog.records)
-    assert message.endswith("the capture failed: the model waits for the GPU")
+    assert message.endswith(
+        "of 2 requests run without a CUDA graph, because the capture failed: the model waits for "
+        "the GPU"
+    )
+    monkeypatch.setattr(decode_graphs, "capture", captures)
+    served(paged, (5, 4, 3), (6, 6, 6))
+    assert set(replays) == {4}, "other sizes are captured"
 
 
 def test_graphs_need_limits() -> None:

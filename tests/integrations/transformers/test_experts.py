@@ -69,10 +69,12 @@ def test_calls_on_a_gpu_choose_by_their_size(
         assert torch.allclose(found, expected[:tokens], atol=1e-5)
     monkeypatch.setattr(experts, "COPIED_IN_GRAPH", largest // 3)
     monkeypatch.setattr(LOCAL, "in_graph", True, raising=False)
-    for tokens, way in ((1, "batched_mm"), (2, "grouped_mm")):
-        called.clear()
-        _step(PagedModel(model, num_blocks=8, block_size=4, backend="torch"), tokens)
-        assert called == [way] * 2
+    for dtype, most in ((torch.float32, 3), (torch.bfloat16, 2)):  # half of the bytes
+        model.to(dtype)
+        for tokens in (most, most + 1):
+            called.clear()
+            _step(PagedModel(model, num_blocks=8, block_size=4, backend="torch"), tokens)
+            assert called == [["grouped_mm", "batched_mm"][tokens == most]] * 2
     assert model.get_experts_implementation() == before
 
 
