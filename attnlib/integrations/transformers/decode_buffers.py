@@ -56,15 +56,22 @@ class BufferGroup(NamedTuple):
 
 
 class DecodeBuffers:
-    """What all graphs of a model read: tokens, positions, and the batches of its groups."""
+    """What all graphs of a model read: tokens, positions, and the batches of its groups. Also in
+    inference mode, they are tensors that other modes can write."""
 
+    @torch.inference_mode(False)
     def __init__(self, paged: PagedModel, limits: BatchLimits, device: torch.device) -> None:
         self.paged, self.limits, self.device = paged, limits, device
         self.ids = torch.zeros(limits.max_num_reqs, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.ids)
         self.groups: dict[Any, BufferGroup] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.stream: Any = None
+        self.pool: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # by torch
+            self.pool = torch.cuda.graph_pool_handle()
 
+    @torch.inference_mode(False)
     def of_layer(self, layer: Attention, name: str | None) -> BufferGroup:
         """The group of an attention layer."""
         key = (layer.backend, layer.spec)
@@ -74,6 +81,7 @@ class DecodeBuffers:
             self.groups[key] = BufferGroup(name, state)
         return self.groups[key]
 
+    @torch.inference_mode(False)
     def of_states(self, one: MixerLayer) -> BufferGroup:
         """The group of a state layer."""
         name = None if one.place is None else one.place.group
@@ -86,7 +94,8 @@ class DecodeBuffers:
                 # Rows of each layer at multiples of 16 bytes, as launches without checks need them.
                 width = -(-self.limits.max_num_reqs // 4) * 4
                 slots = torch.full((count, 2, width), -1, dtype=torch.int32, device=self.device)
-            self.groups[key] = BufferGroup(name, AttentionState(builder, self.limits), slots)
+            state = AttentionState(builder, self.limits, max_blocks=1)  # states have no table
+            self.groups[key] = BufferGroup(name, state, slots)
         return self.groups[key]
 
 

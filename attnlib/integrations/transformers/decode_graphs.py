@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -116,10 +116,32 @@ class DecodeGraphs:
             and one.num_reqs <= self.sizes[-1]
             and one.max_seq_len <= self._limits.max_seq_len
             and all(map(_is_plain, batches_of(batch)))
+            and self._is_complete(batch)
             and not self._paged.shares
+            and self._paged.is_attached
             and not torch.is_autocast_enabled(device.type)
             and not (OBSERVERS or STATE_OBSERVERS or env.read("ATTNLIB_VALIDATE"))
         )
+
+    def _is_complete(self, batch: StepBatch) -> bool:
+        """Whether the batch has what its layers need; a step without a graph says what is missing,
+        and a replay would use that of the batch before."""
+        paged = self._paged
+        if not isinstance(batch, CommonAttentionMetadata):
+            return all(
+                _has_slots(one.batch) if isinstance(one, StateGroupBatch) else _has_blocks(one)
+                for one in batch.values()
+            )
+        has_keys, has_states = bool(paged.attention.by_module), bool(paged.states.modules)
+        return (_has_blocks(batch) or not has_keys) and (_has_slots(batch) or not has_states)
+
+
+def _has_blocks(one: CommonAttentionMetadata) -> bool:
+    return one.block_table_tensor is not None and one.slot_mapping is not None
+
+
+def _has_slots(one: CommonAttentionMetadata) -> bool:
+    return one.state_slots is not None
 
 
 def batches_of(batch: StepBatch) -> list[CommonAttentionMetadata]:
@@ -131,7 +153,7 @@ def batches_of(batch: StepBatch) -> list[CommonAttentionMetadata]:
 
 def _is_plain(one: CommonAttentionMetadata) -> bool:
     return (
-        one.causal in (None, True)
+        (one.causal is None or one.causal is True)
         and one.query_bias is None
         and one.score_tensors is None
         and not one.is_cross_attention
@@ -146,7 +168,7 @@ class _Graph:
         self._buffers, self._size = buffers, size
         self._step = CapturedStep(buffers, size)
         buffers.positions.zero_()
-        self._replay, self._logits = capture(self._forward, buffers.device, buffers.pool)
+        self._replay, self._logits = capture(self._forward, buffers)
 
     def _forward(self) -> torch.Tensor:
         held, size = self._buffers, self._size
@@ -164,6 +186,7 @@ class _Graph:
         held, count = self._buffers, input_ids.shape[0]
         held.ids[:count].copy_(input_ids)
         held.positions[:count].copy_(position_ids)
+        held.positions[count:].zero_()  # some rotations depend on the largest position
         for group in self._step.groups:
             group.fill(batch, self._size)
         self._replay()
@@ -171,16 +194,15 @@ class _Graph:
 
 
 def capture(
-    forward: Callable[[], torch.Tensor], device: torch.device, pool: Any
+    forward: Callable[[], torch.Tensor], buffers: DecodeBuffers
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """A graph of a function, and the tensor that its replays write.
 
     Args:
         forward: runs twice, the first time without a capture, to compile and to prepare.
-        device: the GPU.
-        pool: the memory that graphs share.
+        buffers: with the stream and the memory of all graphs.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    device, stream, pool = buffers.device, buffers.stream, buffers.pool
     stream.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):

@@ -86,7 +86,7 @@ def check_tokens(
         if not isinstance(tensor, torch.Tensor) and not (name == "rows" and tensor is None):
             kind = type(tensor).__name__
             raise ContractError(f"{name} is of type {kind}; it must be a tensor of indices, int64")
-        if name != "position_ids" and tensor is not None and tensor.dtype not in _INDICES:
+        if tensor is not None and tensor.dtype not in _INDICES:
             raise ContractError(f"{name} is {tensor.dtype}; it must hold indices: convert to int64")
     count = input_ids.numel()
     if input_ids.dim() != 1 or count < max(batch.num_actual_tokens, 1):

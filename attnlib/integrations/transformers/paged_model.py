@@ -73,8 +73,9 @@ class PagedModel:
         num_slots: without a pool, requests whose recurrent states are held at once. Batches of
             models with state layers name the slot of each request (`state_slots`).
         max_rollback: tokens of the last step that the next one may take back (T10).
-        cuda_graphs: decodes on a GPU run in CUDA graphs, which read the weights where they are.
-            Needs `limits`, and backends that can be captured.
+        cuda_graphs: decodes on a GPU run in CUDA graphs, which read the weights where they are; the
+            code of the model, and hooks, run in a capture only. Needs `limits`, and backends that
+            can be captured.
 
     Attributes:
         attention: the layers, caches and builders of its attention modules.
@@ -168,6 +169,12 @@ class PagedModel:
                 yield
         finally:
             model.set_attn_implementation(before)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether steps may run: within `attached`."""
+        config: Any = self.model.config
+        return bool(config._attn_implementation == NAME)
 
     @property
     def groups(self) -> Mapping[str, Group]:

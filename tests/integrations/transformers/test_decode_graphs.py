@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from attnlib.cli.demo.scheduler import Request, Scheduler
 from attnlib.cli.demo.serve import blocks_of, serve
-from attnlib.errors import ContractError
+from attnlib.errors import ContractError, UnsupportedConfigError
 from attnlib.integrations.transformers import decode_graphs, devices
 from attnlib.integrations.transformers.paged_model import PagedModel
+from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.workspace import BatchLimits
 from tests.integrations.tiny_models import decoder, deepseek_v3, gemma3n, prompts, randomized
 from tests.integrations.transformers.test_state_mixers import built, skip_in_older_releases
@@ -38,8 +40,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original: Any = decode_graphs.capture
 
-    def emulated(forward: Any, device: Any, pool: Any) -> Any:
-        out = forward().clone()
+    def emulated(forward: Any, buffers: Any) -> Any:
+        shape = forward().shape
+        with torch.inference_mode(False):
+            out = torch.zeros(shape)
         return lambda: out.copy_(forward()), out
 
     def capture(*arguments: Any) -> Any:
@@ -146,6 +150,105 @@ def test_a_capture_that_fails_is_reported_once(
     monkeypatch.setattr(decode_graphs, "capture", captures)
     served(paged, (5, 4, 3), (6, 6, 6))
     assert set(replays) == {4}, "other sizes are captured"
+
+
+class Steps:
+    """Steps of requests with 16 blocks each, with graphs and without, by their lengths."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.models = [paged_model(make(), cuda_graphs=wanted) for wanted in (True, False)]
+        self.texts = torch.tensor(prompts(*[40] * 4))
+
+    def run(self, starts: list[int], ends: list[int], **changes: Any) -> list[torch.Tensor]:
+        """The logits of both for tokens `starts` to `ends` of the requests."""
+        device = next(self.models[0].model.parameters()).device
+        spans = [range(*span) for span in zip(starts, ends, strict=True)]
+        blocks = [list(range(16 * n, 16 * n + 16)) for n in range(len(ends))]
+        batch = CommonAttentionMetadata.from_lengths(
+            [len(span) for span in spans], ends, blocks, 4, device
+        )
+        batch = batch.replace(**changes)
+        ids = torch.cat([self.texts[n, list(span)] for n, span in enumerate(spans)]).to(device)
+        positions = torch.tensor([place for span in spans for place in span], device=device)
+        found = []
+        for paged in self.models:
+            with paged.attached():
+                found.append(paged.step(ids, positions, batch))
+        return found
+
+    def decode(self, lengths: list[int], **changes: Any) -> None:
+        """Compare the logits of the next tokens."""
+        graph, eager = self.run(lengths, [length + 1 for length in lengths], **changes)
+        assert torch.allclose(graph, eager, atol=1e-4)
+
+
+def phi3() -> Any:
+    """Other frequencies from 17 tokens on, for all requests of a batch."""
+    scaled = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+        "factor": 8.0,
+    }
+    config = transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        original_max_position_embeddings=16, rope_parameters=scaled, pad_token_id=0,
+    )  # fmt: skip
+    return randomized(transformers.Phi3ForCausalLM(config))
+
+
+def test_padding_has_no_position(replays: list[int]) -> None:
+    """That of a request which was in an earlier batch would choose the frequencies."""
+    steps = Steps(phi3)
+    steps.run([0] * 4, [4, 3, 5, 15])
+    for done in range(4):
+        steps.decode([4 + done, 3 + done, 5 + done, 15 + done])
+    for done in range(4, 6):
+        steps.decode([4 + done, 3 + done, 5 + done])
+    assert replays == [4] * 5
+
+
+def test_missing_parts_of_a_batch_are_refused(replays: list[int]) -> None:
+    """Those of the batch before are not used."""
+    steps = Steps(lambda: decoder("llama"))
+    steps.run([0, 0], [5, 3])
+    for done in range(3):
+        steps.decode([5 + done, 3 + done])
+    for name in ("block_table_tensor", "slot_mapping"):
+        with pytest.raises(ContractError, match=name.removesuffix("_tensor")):
+            steps.decode([8, 6], **{name: None})
+    with pytest.raises(ContractError, match="position_ids is torch.float32"):
+        paged = steps.models[0]
+        batch = CommonAttentionMetadata.from_lengths([1], [6], [[1, 2]], 4, "cpu")
+        paged.step(torch.tensor([3]), torch.tensor([5.5]), batch)
+    with pytest.raises(UnsupportedConfigError, match="call step within"):
+        paged.step(torch.tensor([3]), torch.tensor([5]), batch)
+    steps.decode([8, 6])
+    assert replays == [2] * 3
+
+
+def test_masks_of_a_batch_run_without_a_graph(replays: list[int]) -> None:
+    """A tensor that says which requests are causal is not compared."""
+    steps = Steps(lambda: decoder("llama"))
+    steps.run([0, 0], [5, 3])
+    for done in range(3):
+        steps.decode([5 + done, 3 + done], causal=torch.ones(2, dtype=torch.bool))
+    assert not replays
+
+
+def test_graphs_of_inference_mode_run_outside(replays: list[int]) -> None:
+    """Their buffers can be written there."""
+    steps = Steps(lambda: decoder("llama"))
+    with torch.no_grad():
+        steps.run([0, 0], [5, 3])
+    with torch.inference_mode():
+        steps.decode([5, 3])
+        steps.decode([6, 4])
+    steps.decode([7, 5])
+    assert replays == [2, 2]
 
 
 def test_graphs_need_limits() -> None:
