@@ -11,6 +11,7 @@ from attnlib.metadata.checks import check_block_size
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.graph_buffers import block_size_of
 from attnlib.ops.addresses import as_count
+from attnlib.spec import StateSpec
 from attnlib.workspace import BatchLimits
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def check_fits(
                 f"{name} is a tensor of this batch, and a captured graph would keep reading "
                 "it: run such batches without a graph"
             )
+    _check_parts(state, common)
     if common.is_cross_attention and common.slot_mapping is not None:
         raise ContractError(
             "a graph writes the keys of its own tokens only: write the keys of cross-attention "
@@ -73,6 +75,16 @@ def check_fits(
         raise ContractError(
             f"max_seq_len={common.max_seq_len} exceeds the {state.limits.max_seq_len} that "
             "graphs are captured for: raise it in the limits"
+        )
+
+
+def _check_parts(state: AttentionState[Any], common: CommonAttentionMetadata) -> None:
+    """Whether a batch has what a replay reads, which would be that of the batch before."""
+    has_states = isinstance(state.builder.spec, StateSpec)
+    name, rule = ("state_slots", "T7") if has_states else ("block_table_tensor", "P3")
+    if getattr(common, name) is None:
+        raise ContractError(
+            f"{name} is None, and a graph would read that of the batch before: pass it", rule=rule
         )
 
 

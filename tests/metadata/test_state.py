@@ -12,8 +12,9 @@ from attnlib.errors import ContractError
 from attnlib.metadata.common import CommonAttentionMetadata
 from attnlib.metadata.parameters import PerLayerParameters
 from attnlib.metadata.state import AttentionState
+from attnlib.metadata.states import StateMetadataBuilder
 from attnlib.score_functions.builtin import documents
-from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport
+from attnlib.spec import AttentionSpec, AttentionType, CudaGraphSupport, StateSpec
 from attnlib.workspace import BatchLimits
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
@@ -222,3 +223,17 @@ def test_a_table_may_be_wider_than_its_sequences() -> None:
     common = CommonAttentionMetadata.from_lengths([1, 1], [9, 32], rows, SPEC.block_size, "cpu")
     padded = state.begin_forward(common, 3)
     assert padded.block_table_tensor[:2].tolist() == [row[:8] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["block_table_tensor", "state_slots"])
+def test_a_batch_must_have_what_a_graph_reads(name: str) -> None:
+    """Else a replay would use that of the batch before."""
+    builder: object = TorchMetadataBuilder(SPEC, "cpu", limits=LIMITS)
+    if name == "state_slots":
+        spec = StateSpec(num_heads=2, key_size=16, value_size=16, dtype=torch.float32)
+        builder = StateMetadataBuilder(spec, "cpu", limits=LIMITS)
+    state = AttentionState(builder, LIMITS)
+    common = _batch([1, 1], [9, 32], state_slots=[0, 1])
+    state.begin_forward(common, 3)
+    with pytest.raises(ContractError, match=f"{name} is None"):
+        state.begin_forward(common.replace(**{name: None}), 3)
