@@ -3,8 +3,8 @@
 On a GPU, transformers computes experts as grouped products (`grouped_mm`), and its `generate` turns
 to `batched_mm`, which copies the weights of the chosen experts and launches half as many kernels,
 for all decodes. The steps of an engine have any number of tokens, so each call chooses by its size.
-On an H200, five shapes of models: copies are faster up to 160 to 250 MiB, for which Python launches
-kernels, and up to 32 to 64 MiB in a CUDA graph.
+On an H200, copies are faster up to 127 to 192 MiB where Python launches the kernels, and up to 32
+to 48 MiB in a CUDA graph (`benchmarks/results/notes/kernel_experiments.txt`).
 """
 
 from __future__ import annotations
