@@ -19,7 +19,7 @@ from torch import nn
 from attnlib.integrations.transformers import devices
 from attnlib.integrations.transformers.paged_calls import LOCAL
 
-__all__ = ["sized_experts"]
+__all__ = ["compute_experts", "sized_experts"]
 
 NAME = "attnlib"
 _GROUPED, _BATCHED = "grouped_mm", "batched_mm"
@@ -30,7 +30,8 @@ COPIED_IN_GRAPH = 48 * 2**20
 
 @contextmanager
 def sized_experts(model: nn.Module) -> Iterator[None]:
-    """Context in which each call of grouped experts on a GPU chooses between the two ways.
+    """Context in which each call of grouped experts on a GPU chooses between the two ways, by the
+    name that `registration` registers.
 
     Quantized models have other functions, and keep them.
     """
@@ -40,9 +41,6 @@ def sized_experts(model: nn.Module) -> Iterator[None]:
     if devices.kind_of(held.device) == "cpu" or is_quantized or _GROUPED not in given.values():
         yield
         return
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(NAME, _experts)
     held.set_experts_implementation({k: NAME if v == _GROUPED else v for k, v in given.items()})
     try:
         yield
@@ -50,7 +48,7 @@ def sized_experts(model: nn.Module) -> Iterator[None]:
         held.set_experts_implementation(given)
 
 
-def _experts(
+def compute_experts(
     module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The output of a module of experts.

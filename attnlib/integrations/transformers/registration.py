@@ -1,6 +1,6 @@
 """Register the name `attnlib` with transformers, and unregister it.
 
-Two public registries take the attention function and the mask function. What has no public hook is
+Public registries take the functions of attention, masks and experts. What has no public hook is
 replaced: how caches take tokens and where a static cache is (`cache_seams`), parts of continuous
 batching (`continuous_seams`), and the search for sequences in a row (`one_row`). `unregister`
 restores everything.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnlib.integrations.transformers.attention import attnlib_attention
+from attnlib.integrations.transformers.experts import compute_experts
 from attnlib.integrations.transformers.masks import attnlib_mask
 from attnlib.integrations.transformers.static_memory import forget_static_memory
 
@@ -34,7 +35,9 @@ def register() -> None:
     attnlib selects a backend for each layer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
+    ExpertsInterface.register(NAME, compute_experts)
     AttentionInterface.register(NAME, attnlib_attention)
     AttentionMaskInterface.register(NAME, attnlib_mask)
     if "paged|sdpa" in AttentionInterface._global_mapping:
@@ -46,7 +49,9 @@ def register() -> None:
 def unregister() -> None:
     """Undo `register`. A model that still uses the name fails at its next forward."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
+    ExpertsInterface._global_mapping.pop(NAME, None)
     for name in _NAMES:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

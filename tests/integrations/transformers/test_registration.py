@@ -16,6 +16,7 @@ from transformers import (
     cache_utils,
     masking_utils,
 )
+from transformers.integrations.moe import ExpertsInterface
 
 import attnlib.integrations.transformers as integration
 from attnlib.integrations.transformers.paged_model import PagedModel
@@ -49,7 +50,7 @@ def state() -> dict[str, Any]:
         (masking_utils, "find_packed_sequence_indices"),
     ):
         found[f"{owner.__name__}.{name}"] = getattr(owner, name)
-    for interface in (AttentionInterface, AttentionMaskInterface):
+    for interface in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
         found |= {
             f"{interface.__name__}.{key}": value for key, value in interface._global_mapping.items()
         }
